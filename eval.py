@@ -1,0 +1,95 @@
+"""Evaluation (Section 4.1): EM, F1, peak context, dependency and seconds on Q2, Q8 and Q16, in the columns of Table 1.
+
+    EM, F1       summed over the questions of a task, mean over tasks
+    peak         the most tokens that one call reads and writes: max_t |z_t| + |a_t|, mean over tasks
+    dependency   sum over generated segments s of |s| (|p_s| + floor(|s| / 2)), p_s the visible prefix z_t; mean over tasks
+    seconds      wall-clock time of the batched rollout, divided by the number of tasks
+
+    python eval.py RUN                            # warm start, student and teacher of a run of train.py
+    python eval.py RUN/student --horizons 2 4     # any model folder or hub name
+"""
+import argparse
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from env import STOP, SearchEnv, step_all, toy_envs
+from rollout import Trajectory, generate, rollout, stop_on, update_rules
+
+
+def peak(trajectory: Trajectory) -> int:
+    """The longest call, in tokens."""
+    return max(len(call.prompt_ids) + len(call.action_ids) for call in trajectory.calls)
+
+
+def dependency(trajectory: Trajectory) -> int:
+    """How many earlier tokens the generated ones depend on, in all."""
+    return sum(len(c.action_ids) * (len(c.prompt_ids) + len(c.action_ids) // 2) for c in trajectory.calls)
+
+
+def evaluate(model, tokenizer, envs: list[SearchEnv], update: str = "mem1", max_new_tokens: int = 128, max_len: int = 512,
+             batch_size: int = 256, progress: str | None = None) -> tuple[dict[str, float], list[Trajectory]]:
+    """Greedy rollouts of all environments, `batch_size` at a time: the metrics above, and the trajectories."""
+    rule, stop, trajectories, start = update_rules(tokenizer)[update], stop_on(tokenizer, STOP), [], time.perf_counter()
+    def sample(prompts, rows):
+        return generate(model, prompts, max_new_tokens, temperature=0, stop=stop)
+    for i in range(0, len(envs), batch_size):
+        trajectories += rollout(sample, tokenizer, envs[i:i + batch_size], step_all, rule, max_len - max_new_tokens, progress)
+    seconds, scores, n = time.perf_counter() - start, [env.score() for env in envs], len(envs)
+    return {"em": sum(em for em, _ in scores) / n, "f1": sum(f1 for _, f1 in scores) / n,
+            "peak": sum(map(peak, trajectories)) / n, "dependency": sum(map(dependency, trajectories)) / n,
+            "seconds": seconds / n}, trajectories
+
+
+def table(rows: list[tuple[str, str, dict[str, float]]]) -> str:
+    """Markdown: one line for each (set, model, metrics)."""
+    lines = ["| set | model | EM | F1 | peak | dependency | s / task |", "|---|---|---|---|---|---|---|"]
+    lines += [f"| {name} | {model} | {m['em']:.3f} | {m['f1']:.3f} | {m['peak']:.0f} | {m['dependency']:.3g} | {m['seconds']:.3f} |"
+              for name, model, m in rows]
+    return "\n".join(lines)
+
+
+def load(path: str, device: str):
+    """(model, tokenizer) of a folder or hub name. Raises ValueError where there is none."""
+    try:
+        return AutoModelForCausalLM.from_pretrained(path).to(device), AutoTokenizer.from_pretrained(path)
+    except OSError as error:
+        raise ValueError(f"{path}: neither a run folder of train.py nor a model that can be loaded ({str(error).splitlines()[0]})") from None
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a run folder of train.py, a model folder, or a hub name")
+    parser.add_argument("--horizons", type=int, nargs="+", default=[2, 8, 16], help="questions per task")
+    parser.add_argument("--tasks", type=int, default=200, help="held-out tasks per horizon")
+    parser.add_argument("--update", choices=list(update_rules(None)), default="mem1", help="the update rule U of Eq. 1")
+    parser.add_argument("--max_new_tokens", type=int, default=128, help="tokens of a response at most")
+    parser.add_argument("--max_len", type=int, default=512, help="tokens of a call at most")
+    parser.add_argument("--batch_size", type=int, default=256, help="episodes that advance together")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    if min(args.horizons) < 1 or args.tasks < 1:
+        parser.error("--horizons and --tasks must be positive")
+    try:
+        print(table(list(rows(args))))
+    except ValueError as error:
+        raise SystemExit(f"eval.py: {error}") from None
+
+
+def rows(args) -> Iterator[tuple[str, str, dict[str, float]]]:
+    """Evaluate what the command asks for, one model on one horizon at a time."""
+    run = Path(args.model)
+    models = {name: str(run / name) for name in ("warm_start", "student", "teacher") if (run / name).is_dir()} or {run.name: args.model}
+    for k in args.horizons:
+        for name, path in models.items():
+            model, tokenizer = load(path, args.device)
+            metrics, _ = evaluate(model, tokenizer, toy_envs("test", args.tasks, k), args.update, args.max_new_tokens, args.max_len,
+                                  args.batch_size, progress=f"Q{k} {name}")
+            yield f"Q{k}", name, metrics
+
+
+if __name__ == "__main__":
+    main()

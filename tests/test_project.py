@@ -1,0 +1,103 @@
+"""The shape of the project: arrows, leaves, equations, and a README that is true."""
+import ast
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FILES = ["env", "rollout", "pack", "losses", "rce", "eval", "train"]
+ARROWS = {"env": set(), "rollout": set(), "pack": set(), "losses": set(), "rce": {"pack", "rollout", "env"}, "eval": {"env", "rollout"},
+          "train": {"env", "rollout", "pack", "losses", "rce", "eval"}}
+EQUATIONS = {"rollout": [1, 2], "pack": [3, 4, 6], "rce": [5], "losses": [7, 8, 9, 10, 11]}
+PACKAGES = {"torch", "transformers", "tqdm", "tokenizers"}  # tokenizers comes with transformers
+
+
+def source(name):
+    return (ROOT / f"{name}.py").read_text()
+
+
+def imported(name):
+    modules = set()
+    for node in ast.walk(ast.parse(source(name))):
+        modules |= {a.name.split(".")[0] for a in node.names} if isinstance(node, ast.Import) else set()
+        modules |= {node.module.split(".")[0]} if isinstance(node, ast.ImportFrom) else set()
+    return modules
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_imports_are_the_arrows_of_the_design(name):
+    """Leaves stay leaves, and nothing beyond the three packages is needed."""
+    modules = imported(name)
+    assert modules & set(FILES) == ARROWS[name]
+    outside = modules - set(FILES) - set(sys.stdlib_module_names)
+    assert outside <= (set() if name == "env" else {"torch"} if name == "losses" else PACKAGES)
+
+
+def test_top_level_is_seven_files():
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    if not tracked:
+        pytest.skip("not a git checkout")
+    assert sorted(f for f in tracked if f.endswith(".py") and "/" not in f) == sorted(f"{n}.py" for n in FILES)
+
+
+@pytest.mark.parametrize("name", ["env", "rollout", "pack", "losses"])
+def test_a_leaf_copied_alone_works(name, tmp_path):
+    """One file is the whole cost of reusing a concept: its demo runs where nothing else is."""
+    shutil.copy(ROOT / f"{name}.py", tmp_path)
+    out = subprocess.run([sys.executable, f"{name}.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert out.returncode == 0 and len(out.stdout.splitlines()) > 5, out.stderr
+
+
+@pytest.mark.parametrize("name, numbers", EQUATIONS.items())
+def test_equations_are_cited_where_they_are_implemented(name, numbers):
+    """In the code or the docstring of a function, not in the header alone."""
+    body = source(name).split('"""', 2)[2]
+    cited = {n for text in re.findall(r"Eq\. ([\d, and]+)", body) for n in map(int, re.findall(r"\d+", text))}
+    cited |= {n for a, b in re.findall(r"Eq\. (\d+)-(\d+)", body) for n in range(int(a), int(b) + 1)}
+    assert set(numbers) <= cited
+
+
+def test_train_is_six_numbered_paragraphs_with_their_equations():
+    paragraphs = re.findall(r"# (\d)\. (.*)", source("train").split("def train(")[1])
+    assert [number for number, _ in paragraphs] == list("123456")
+    for (_, text), equations in zip(paragraphs, ([1], [4, 6], [5], [], [8, 9], [7, 10, 11])):
+        assert all(re.search(rf"\b{e}\b", text) for e in equations), text
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_public_functions_say_what_they_do(name):
+    """A docstring on every public function, method and class; `main` and one-line accessors excepted; no line over 140 columns."""
+    for node in ast.walk(ast.parse(source(name))):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_") and node.col_offset in (0, 4):
+            short = node.end_lineno - node.lineno < 4
+            assert short or node.name in ("main", "forward", "backward") or ast.get_docstring(node), f"{name}.{node.name}"
+    assert max(map(len, source(name).splitlines())) <= 140
+
+
+def test_packaging_installs_three_packages_and_no_module():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    names = [re.split(r"[<>=]", d)[0] for d in project["project"]["dependencies"]]
+    assert names == ["torch", "transformers", "tqdm"] and project["tool"]["setuptools"]["py-modules"] == []
+    assert "packages" not in project["tool"]["setuptools"]
+
+
+def test_readme_is_true():
+    """Its picture is drawn by the code, its line counts and arrows are those of the files, and it knows every flag that it names."""
+    from pack import draw, example
+    from train import Config
+    readme = (ROOT / "README.md").read_text()
+    assert draw(*example()) in readme
+    for name in FILES:
+        row = next(line for line in readme.splitlines() if line.startswith(f"| `{name}.py`"))
+        cells = [c.strip() for c in row.strip("|").split("|")]
+        assert int(cells[3]) == len(source(name).splitlines()), row
+        assert set(re.findall(r"`(\w+)`", cells[4])) == ARROWS[name], row
+    known = set(Config.__dataclass_fields__) | set(re.findall(r'"--(\w+)"', source("eval") + source("rce")))
+    assert set(re.findall(r"--(\w+)", readme)) - known <= {"no_whiten_advantages", "help", "branch"}
+    ci = (ROOT / ".ci/run").read_text()
+    assert "README.md" in ci

@@ -1,0 +1,255 @@
+"""The training loop: what must be exact, what must be equal, and what a wrong flag or a kill leaves behind."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import train as train_file
+from losses import gae
+from pack import action_hidden, pack
+from rollout import load_trajectories, train_tokenizer
+from test_rce import TOKENIZER, trajectories
+from tiny import tiny
+from train import (Batch, Config, check_tokenizers, frozen, head, load_model, make_critic, pack_calls, pack_histories, parse_config,
+                   policy_scores, update_policy, values_of)
+
+FAST = ("--sft_steps 12 --sft_student 6 --sft_questions 6 --sft_horizon 3 --steps 3 --tasks_per_step 6 --eval_tasks 2 --horizons 1,2 "
+        "--hidden_size 32 --layers 1 --max_new_tokens 24 --device cpu").split()
+
+
+def command(*args, cwd=None, **kwargs):
+    return subprocess.run([sys.executable, train_file.__file__, *args], capture_output=True, text=True, cwd=cwd, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Three short runs from nothing to a table: one twice, and one of each other variant after the same seed."""
+    folder = tmp_path_factory.mktemp("runs")
+    out = {}
+    for name, extra in {"a": [], "b": [], "history": ["--distill", "history", "--max_tokens", "2000"], "none": ["--distill", "none"]}.items():
+        out[name] = command(*FAST, *extra, "--run", name, cwd=folder)
+        assert out[name].returncode == 0, out[name].stderr
+    return folder, out
+
+
+def metrics(folder, stage=None):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [m for m in lines if stage in (None, m["stage"])]
+
+
+def test_run_leaves_what_it_says(runs):
+    """Models that load anywhere with their tokenizer, metrics, trajectories, the table, two decoded episodes; nothing half-written."""
+    folder, out = runs
+    assert sorted(p.name for p in (folder / "a").iterdir()) == [
+        "config.json", "metrics.jsonl", "student", "table.md", "teacher", "trajectories.jsonl", "warm_start"]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder / "a/student"), AutoTokenizer.from_pretrained(folder / "a/student")
+    text = "<think> known next river of Guso </think> ( 9 ) 😀"
+    assert tokenizer.decode(tokenizer.encode(text)) == text and len(tokenizer) <= model.config.vocab_size
+    assert len(load_trajectories(folder / "a/trajectories.jsonl")) == 6
+    assert len(metrics(folder / "a", "sft")) == 12 and len(metrics(folder / "a", "rl")) == 3
+    stdout = out["a"].stdout
+    assert "before training" in stdout and "after training" in stdout and stdout.count("| Q1 |") == 3 and "| Q2 | teacher |" in stdout
+    assert "teacher |" not in out["none"].stdout
+    config = json.loads((folder / "a/config.json").read_text())
+    assert config["sft_steps"] == 12 and config["actor_lr"] == train_file.PRESETS["tiny"]["actor_lr"]
+
+
+def test_first_ratio_is_exactly_one_and_sampling_agrees(runs):
+    """Before the first update of a step the ratio is 1 in every token and nothing is clipped, after it not; what was sampled agrees with
+    the pack. Would catch a state that differs anywhere between rollout, old and new scores."""
+    folder, _ = runs
+    for name in ("a", "history", "none"):
+        for m in metrics(folder / name, "rl"):
+            assert m["first_max_logratio"] == 0 and m["first_clipfrac"] == 0 and m["max_logratio"] > 0
+            assert m["logp_mismatch"] <= m["logp_mismatch_max"] <= 1e-4
+
+
+def test_same_seed_same_metrics(runs):
+    folder, _ = runs
+    strip = lambda ms: [{k: v for k, v in m.items() if not k.startswith("seconds")} for m in ms]
+    assert strip(metrics(folder / "a")) == strip(metrics(folder / "b"))
+
+
+def test_variants_share_all_but_the_teacher(runs):
+    """The matched control: same warm start and same first rollout; the teacher's KL differs, and is 0 for PPO alone."""
+    folder, _ = runs
+    first = {name: metrics(folder / name, "rl")[0] for name in ("a", "history", "none")}
+    for name in ("history", "none"):
+        for key in ("reward", "calls", "action_tokens", "logp_mismatch", "first_max_logratio"):
+            assert first[name][key] == pytest.approx(first["a"][key], abs=1e-6)
+    assert first["a"]["teacher_kl"] > 0 and abs(first["history"]["teacher_kl"] - first["a"]["teacher_kl"]) > 1e-4
+    assert first["none"]["teacher_kl"] == 0
+
+
+def batch_of(student, critic, teacher, packs, config):
+    """Scores and arbitrary advantages for recorded trajectories."""
+    with torch.no_grad():
+        logp = torch.cat([policy_scores(student, p, 1.0)[0] for p in packs])
+        values = torch.cat([values_of(critic, p) for p in packs])
+        hidden = torch.cat([action_hidden(teacher, p) for p in packs])
+    g = torch.Generator().manual_seed(0)
+    advantages, noise = torch.randn(2, len(logp), generator=g)
+    return Batch(logp + 0.1 * noise, values, advantages, advantages + values, hidden)
+
+
+@pytest.mark.parametrize("change", [dict(max_tokens=110), dict(share="q"), dict(share="q", max_tokens=150)])
+def test_gradients_depend_on_neither_packs_nor_share(change):
+    """Loss and gradient within 1e-5 relative: sums are divided by the N of the batch. Would catch a mean of means and a second division."""
+    records, results = trajectories("mem1"), []
+    base = replace(Config(), max_len=200, ppo_epochs=1, max_grad_norm=1e9, distill_coef=0.5, device="cpu")
+    teacher = frozen(tiny(seed=1, vocab_size=len(TOKENIZER)))
+    for config in (base, replace(base, **change)):
+        student = tiny(vocab_size=len(TOKENIZER))
+        critic = make_critic(student)
+        torch.nn.init.ones_(critic.score.weight)
+        packs = pack_calls(records, config)
+        grads = {}
+        class Keep(torch.optim.SGD):
+            def step(self):
+                grads[self] = [p.grad.clone() for group in self.param_groups for p in group["params"]]
+        optimizers = [Keep(student.parameters(), lr=0), Keep(critic.parameters(), lr=0)]
+        found = update_policy(student, critic, optimizers, packs, batch_of(student, critic, teacher, packs, config), teacher, config)
+        results.append((found, [g for o in optimizers for g in grads[o]], len(packs)))
+    (a, grads_a, n_a), (b, grads_b, n_b) = results
+    assert n_a == 1 and (n_b > 1) == ("max_tokens" in change)
+    for key in a:
+        assert a[key] == pytest.approx(b[key], rel=1e-5, abs=1e-6), key
+    for x, y in zip(grads_a, grads_b, strict=True):
+        assert (x - y).norm() <= 1e-5 * max(x.norm(), 1e-3)
+
+
+def test_gae_with_two_trajectories_in_one_pack_in_interleaved_call_order():
+    """Calls a0 b0 a1 b1 in one pack: read V in call order, follow each trajectory by call_idx, and Eq. 9 is that of each trajectory packed
+    alone. Would catch physical order taken for time, and values that leak across."""
+    model = make_critic(tiny())
+    torch.nn.init.normal_(model.score.weight)
+    calls = {"a": [([1, 2], [3, 4]), ([1, 2, 9], [5])], "b": [([1, 3], [3]), ([1, 3, 8, 9], [6, 7, 8])]}
+    order = [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
+    packed = pack(*zip(*[calls[name][t] for name, t in order]))
+    with torch.no_grad():
+        values = values_of(model, packed)
+        owner = torch.tensor(["ab".index(name) for name, _ in order])[packed.call_idx]
+        by_trajectory = owner.argsort(stable=True)
+        together, _ = gae(torch.ones(7), values[by_trajectory], torch.tensor([False] * 2 + [True] + [False] * 3 + [True]), 0.9, 0.8)
+        for name, part in (("a", slice(0, 3)), ("b", slice(3, 7))):
+            alone = pack(*zip(*calls[name]))
+            n = len(alone.action_ids)
+            expected, _ = gae(torch.ones(n), values_of(model, alone), torch.arange(n) == n - 1, 0.9, 0.8)
+            torch.testing.assert_close(together[part], expected)
+
+
+def test_critic_shares_nothing_with_the_student():
+    """A shared config flips the other's attention; a shared tensor trains both."""
+    student = tiny()
+    critic = make_critic(student)
+    assert critic.config is not student.config and critic.config.num_labels == 1 and not any(
+        isinstance(m, torch.nn.Dropout) and m.p for m in critic.modules())
+    assert not {p.data_ptr() for p in critic.parameters()} & {p.data_ptr() for p in student.parameters()}
+    packed = pack([[1, 2]], [[3, 4]])
+    assert values_of(critic, packed).tolist() == [0, 0]
+    torch.testing.assert_close(action_hidden(critic, packed), action_hidden(student, packed))
+    assert frozen(student).config is not student.config and not any(p.requires_grad for p in frozen(student).parameters())
+
+
+def test_history_packs_keep_the_order_of_the_calls():
+    """Teacher rows of the control line up with the aligned ones: same actions, same calls, and before the first rewrite the same state."""
+    records, config = trajectories("mem1"), replace(Config(), device="cpu")
+    (aligned,), histories = pack_calls(records, config), pack_histories(records, config)
+    assert torch.cat([h.action_ids for h in histories]).equal(aligned.action_ids)
+    model = tiny(vocab_size=len(TOKENIZER))
+    with torch.no_grad():
+        a, h = action_hidden(model, aligned), torch.cat([action_hidden(model, p) for p in histories])
+    first = len(records[0].calls[0].action_ids)
+    torch.testing.assert_close(a[:first], h[:first], rtol=0, atol=1e-4)
+    assert (a - h).abs()[first:].max() > 0.1
+
+
+@pytest.mark.parametrize("args, message", [
+    (["--preset", "huge"], "invalid choice: 'huge'"), (["--distill", "both"], "invalid choice: 'both'"), (["--stepz", "3"], "stepz"),
+    (["--steps", "many"], "invalid int value: 'many'"), (["--steps", "0"], "--steps must be positive"), (["--horizons", "2,x"], "--horizons"),
+    (["--max_len", "100"], "leaves no room for a prompt"), (["--student", "x"], "needs a --teacher"),
+    (["--update", "forget"], "invalid choice: 'forget'"), (["--sft_student", "5000"], "--sft_student")])
+def test_wrong_flags_end_with_a_message(args, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_config(args)
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_help_explains_every_field():
+    """Each flag with its symbol or meaning, its source and its default in the preset."""
+    text = " ".join(command("--help").stdout.split())
+    for name, field in Config.__dataclass_fields__.items():
+        assert f"--{name}" in text and " ".join(field.metadata["help"].split())[:40] in text, name
+    for symbol in ("lambda of Eq. 11", "alpha of Eq. 11", "beta of Eq. 8", "epsilon of Eq. 10", "gamma of Eq. 9"):
+        assert symbol in text
+
+
+def test_precedence_is_defaults_preset_flags():
+    assert parse_config([]).ppo_epochs == train_file.PRESETS["tiny"]["ppo_epochs"] != Config().ppo_epochs
+    assert parse_config(["--ppo_epochs", "7"]).ppo_epochs == 7 and parse_config([]).gamma == Config().gamma
+    assert parse_config(["--no_whiten_advantages"]).whiten_advantages is False
+
+
+def test_an_existing_run_is_never_overwritten(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/metrics.jsonl").write_text("precious\n")
+    out = command(*FAST, "--run", "mine", cwd=tmp_path)
+    assert out.returncode == 1 and "mine exists already" in out.stderr and "Traceback" not in out.stderr
+    assert (tmp_path / "mine/metrics.jsonl").read_text() == "precious\n"
+
+
+def test_models_from_folders(tmp_path):
+    """--student and --teacher skip the warm start; another width and vocabulary padding of the teacher are fine, another tokenizer is not."""
+    for name, model in (("student", tiny(vocab_size=300)), ("teacher", tiny("llama", vocab_size=310, hidden_size=64))):
+        model.save_pretrained(tmp_path / name)
+        TOKENIZER.save_pretrained(tmp_path / name)
+    args = [*FAST, "--max_len", "2000", "--run", "r", "--steps", "1", "--student", "student", "--teacher", "teacher"]
+    out = command(*args, cwd=tmp_path)
+    assert out.returncode == 0, out.stderr
+    assert metrics(tmp_path / "r", "rl")[0]["teacher_kl"] > 0 and not (tmp_path / "r/warm_start").exists()
+    out = command(*args, "--max_len", "100", "--run", "r2", cwd=tmp_path)
+    assert out.returncode == 1 and "raise max_len" in out.stderr and "Traceback" not in out.stderr
+    train_tokenizer(["quite another text"], 280).save_pretrained(tmp_path / "teacher")
+    out = command(*args, "--run", "r3", cwd=tmp_path)
+    assert out.returncode == 1 and "different tokenizers" in out.stderr and "Traceback" not in out.stderr
+    out = command(*args, "--run", "r4", "--teacher", "nowhere", cwd=tmp_path, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    assert out.returncode == 1 and "nowhere" in out.stderr and "Traceback" not in out.stderr
+    tiny(vocab_size=100).save_pretrained(tmp_path / "student")
+    with pytest.raises(ValueError, match="the model only 100"):
+        load_model(str(tmp_path / "student"), "cpu")
+
+
+def test_tokenizers_are_compared_by_id():
+    check_tokenizers(TOKENIZER, TOKENIZER)
+    with pytest.raises(ValueError, match="is id .* for the student and"):
+        check_tokenizers(TOKENIZER, train_tokenizer(["z y x w"], 290))
+
+
+@pytest.mark.parametrize("moment", ["sft", "rl", "save"])
+def test_sigint_leaves_whole_files(tmp_path, moment):
+    """Killed in the warm start, in a step and while a model is saved: every line of metrics.jsonl parses, no temporary file stays, and
+    what is called a model loads."""
+    process = subprocess.Popen([sys.executable, train_file.__file__, *FAST, "--run", "r", "--steps", "1000", "--save_every", "1"],
+                               cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    run, deadline = tmp_path / "r", time.time() + 120
+    def reached():
+        text = (run / "metrics.jsonl").read_text() if (run / "metrics.jsonl").exists() else ""
+        return {"sft": '"sft"' in text, "rl": text.count('"rl"') >= 2, "save": '"rl"' in text and any(run.glob(".saving-*/new"))}[moment]
+    while not reached() and process.poll() is None and time.time() < deadline:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1 and "interrupted; what was computed so far is in r" in stderr and "Traceback" not in stderr
+    assert metrics(run) and all("stage" in m for m in metrics(run))
+    assert not [p for p in run.iterdir() if p.name.startswith(".") or p.suffix == ".part"]
+    for folder in run.iterdir():
+        if folder.is_dir():
+            AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
