@@ -121,7 +121,7 @@ class SearchEnv:
     def score(self) -> tuple[float, float]:
         """(EM, F1) summed over the questions. Answer i belongs to question i; a missing one scores 0."""
         pairs = list(zip(self.answers or [], self.task.answers))
-        return sum(exact_match(*p) for p in pairs), sum(token_f1(*p) for p in pairs)
+        return sum((exact_match(*p) for p in pairs), 0.0), sum((token_f1(*p) for p in pairs), 0.0)
 
     def query(self, response: str) -> str | None:
         """Read the action off a response: the query if it searches and may, else None: the episode is over."""

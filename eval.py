@@ -64,15 +64,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a run folder of train.py, a model folder, or a hub name")
     parser.add_argument("--horizons", type=int, nargs="+", default=[2, 8, 16], help="questions per task")
-    parser.add_argument("--tasks", type=int, default=200, help="held-out tasks per horizon")
+    parser.add_argument("--questions", type=int, default=640, help="held-out questions in all, for each horizon (Q2: 320 tasks)")
     parser.add_argument("--update", choices=list(update_rules(None)), default="mem1", help="the update rule U of Eq. 1")
     parser.add_argument("--max_new_tokens", type=int, default=128, help="tokens of a response at most")
     parser.add_argument("--max_len", type=int, default=512, help="tokens of a call at most")
     parser.add_argument("--batch_size", type=int, default=256, help="episodes that advance together")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
-    if min(args.horizons) < 1 or args.tasks < 1:
-        parser.error("--horizons and --tasks must be positive")
+    if min(args.horizons) < 1 or args.questions < 1:
+        parser.error("--horizons and --questions must be positive")
     try:
         print(table(list(rows(args))))
     except ValueError as error:
@@ -86,7 +86,7 @@ def rows(args) -> Iterator[tuple[str, str, dict[str, float]]]:
     for k in args.horizons:
         for name, path in models.items():
             model, tokenizer = load(path, args.device)
-            metrics, _ = evaluate(model, tokenizer, toy_envs("test", args.tasks, k), args.update, args.max_new_tokens, args.max_len,
+            metrics, _ = evaluate(model, tokenizer, toy_envs("test", max(1, args.questions // k), k), args.update, args.max_new_tokens, args.max_len,
                                   args.batch_size, progress=f"Q{k} {name}")
             yield f"Q{k}", name, metrics
 

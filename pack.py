@@ -194,7 +194,9 @@ def split(prompts: list[list[int]], actions: list[list[int]], max_tokens: int) -
 def verify(packed: Packed, prompts: list[list[int]], actions: list[list[int]]) -> None:
     """The structural check of Eq. 3, without a model: for every action token, the row that predicts it sees exactly
     z_t + a_{t,<k} at positions 0, 1, 2, ..., and the token read there is a_{t,k}. Raises ValueError naming what is wrong."""
-    rows = torch.arange(len(packed.input_ids), device=packed.input_ids.device)
+    rows, S = torch.arange(len(packed.input_ids), device=packed.input_ids.device), len(packed.input_ids)
+    if not ((rows < packed.subtree_end) & (packed.subtree_end <= S)).all():
+        raise ValueError("visibility: a token's subtree_end is not between itself and the end of the pack")
     # how many tokens each row sees: +1 from where a token stands, -1 from where its branch ends
     seen = F.pad(torch.ones_like(rows), (0, 1)).index_add(0, packed.subtree_end, -torch.ones_like(rows)).cumsum(0)[:-1]
     start = 0

@@ -31,12 +31,13 @@ from typing import Literal
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer, HfArgumentParser, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer, HfArgumentParser, LlamaConfig
 
 from env import STOP, ToyWiki, step_all, toy_envs
 from eval import evaluate, table
 from losses import action_scores, actor_loss, gae, ppo_loss, token_rewards, value_loss, whiten
 from pack import Packed, action_hidden, check_model, pack, pack_history, split
+from rce import rce
 from rollout import (Trajectory, format_trajectory, generate, mem1, rollout, save_trajectories, scripted, stop_on, task_generators,
                      train_tokenizer, update_rules)
 
@@ -85,7 +86,7 @@ class Config:
     save_every: int = flag(50, "steps between saves of the student")
     # evaluation
     horizons: str = flag("2,8,16", "questions per task in the last table (Section 4.1: Q2, Q8, Q16)")
-    eval_tasks: int = flag(200, "held-out tasks for each horizon and model; 0: no table")
+    eval_questions: int = flag(640, "held-out questions for each horizon and model (Q2: 320 tasks, Q16: 40); 0: no table")
     # warm start of the toy
     hidden_size: int = flag(128, "width of the toy models")
     layers: int = flag(3, "layers of the toy models")
@@ -106,7 +107,9 @@ def parse_config(args: list[str] | None = None) -> Config:
     parser = HfArgumentParser(Config, description=__doc__.split("\n\n")[0], allow_abbrev=False)
     named, _ = HfArgumentParser(Config, add_help=False, allow_abbrev=False).parse_known_args(args)
     parser.set_defaults(**PRESETS[named.preset])
-    (config,) = parser.parse_args_into_dataclasses(args)
+    config, unknown = parser.parse_args_into_dataclasses(args, return_remaining_strings=True)
+    if unknown:
+        parser.error(f"unknown arguments: {' '.join(unknown)}")
     positive = ("steps", "tasks_per_step", "questions", "temperature", "max_new_tokens", "max_tokens", "ppo_epochs", "save_every",
                 "sft_steps", "sft_questions")
     problems = [f"--{name} must be positive" for name in positive if getattr(config, name) <= 0]
@@ -207,7 +210,7 @@ def warm_start(config: Config, run: Path, log) -> tuple:
     """One run of SFT on the toy makes both models: (tokenizer, student, teacher). The student is the snapshot after `sft_student` steps
     (paper: SFT first teaches the format), the teacher the end."""
     tokenizer = train_tokenizer(toy_texts(), config.vocab_size)
-    model = AutoModelForCausalLM.from_config(Qwen2Config(
+    model = AutoModelForCausalLM.from_config(LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=config.hidden_size, intermediate_size=3 * config.hidden_size,
         num_hidden_layers=config.layers, num_attention_heads=config.hidden_size // 32, num_key_value_heads=config.hidden_size // 32,
         tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id),
@@ -368,6 +371,8 @@ def train(config: Config) -> None:
         with torch.no_grad():
             logp_old = torch.cat([policy_scores(student, p, config.temperature)[0] for p in packs])                   # (N,)
             mismatch = (logp_old - torch.tensor([lp for c in calls for lp in c.logprobs], device=logp_old.device)).abs()
+            if step == 0:
+                tqdm.write(f"RCE (Eq. 5) of the student on its first tasks: {rce(student, trajectories[:4], config.share)}")
 
             # 4. Score (Section 3.4): reference, critic and teacher read the same states.
             logp_ref = torch.cat([policy_scores(reference, p, config.temperature)[0] for p in packs])                 # (N,)
@@ -377,7 +382,7 @@ def train(config: Config) -> None:
 
         # 5. Advantages (Eq. 8 and 9): the task reward on a call's last action token, one step per sampled token.
         ends = torch.tensor([len(c.action_ids) for c in calls]).cumsum(0) - 1
-        rewards = torch.zeros(len(logp_old)).index_put((ends,), torch.tensor([c.reward for c in calls])).to(logp_old.device)
+        rewards = torch.zeros(len(logp_old)).index_put((ends,), torch.tensor([float(c.reward) for c in calls])).to(logp_old.device)
         last = torch.zeros(len(logp_old), dtype=torch.bool)
         last[ends[torch.tensor([len(t.calls) for t in trajectories]).cumsum(0) - 1]] = True
         advantages, returns = gae(token_rewards(rewards, logp_old, logp_ref, config.kl_coef), values, last, config.gamma, config.gae_lambda)
@@ -404,8 +409,8 @@ def train(config: Config) -> None:
             save_trajectories(run / "trajectories.jsonl", trajectories)
 
     show(student, tokenizer, config, "after training")
-    if config.eval_tasks:
-        report(config, run, tokenizer, {"warm start": reference, "student": student, **({"teacher": teacher} if teacher else {})})
+    if config.eval_questions:
+        report(config, run, tokenizer, {"warm_start": reference, "student": student, **({"teacher": teacher} if teacher else {})})
 
 
 def show(student, tokenizer, config: Config, when: str) -> None:
@@ -421,7 +426,7 @@ def report(config: Config, run: Path, tokenizer, models: dict) -> None:
     rows = []
     for k in map(int, config.horizons.split(",")):
         for name, model in models.items():
-            metrics, _ = evaluate(model, tokenizer, toy_envs("test", config.eval_tasks, k), config.update, config.max_new_tokens,
+            metrics, _ = evaluate(model, tokenizer, toy_envs("test", max(1, config.eval_questions // k), k), config.update, config.max_new_tokens,
                                   config.max_len, progress=f"Q{k}, {name}")
             rows.append((f"Q{k}", name, metrics))
     (run / "table.md").write_text(table(rows) + "\n")

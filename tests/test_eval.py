@@ -1,14 +1,12 @@
 """Metrics by hand, and the command."""
+import os
 import subprocess
 import sys
-
-import pytest
 
 import eval as eval_file
 from env import ToyWiki, toy_envs
 from eval import dependency, evaluate, peak, table
 from rollout import Call, Trajectory
-from test_train import runs  # noqa: F401  the fixture
 from test_rce import TOKENIZER
 from tiny import tiny
 
@@ -46,12 +44,13 @@ def test_table_is_markdown():
     assert len({line.count("|") for line in text.splitlines()}) == 1
 
 
-def test_command(runs, tmp_path):  # noqa: F811
+def test_command(runs):
     folder, _ = runs
-    run = lambda *args: subprocess.run([sys.executable, eval_file.__file__, *args], capture_output=True, text=True, cwd=folder)
-    out = run("a", "--tasks", "3", "--horizons", "1", "--max_new_tokens", "16")
+    run = lambda *args: subprocess.run([sys.executable, eval_file.__file__, *args], capture_output=True, text=True, cwd=folder,
+                                       env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    out = run("a", "--questions", "3", "--horizons", "1", "--max_new_tokens", "16")
     assert out.returncode == 0 and [line.split("|")[2].strip() for line in out.stdout.splitlines()[2:]] == ["warm_start", "student", "teacher"]
-    out = run("a/student", "--tasks", "3", "--horizons", "1", "2", "--max_new_tokens", "16")
+    out = run("a/student", "--questions", "3", "--horizons", "1", "2", "--max_new_tokens", "16")
     assert out.returncode == 0 and out.stdout.count("| student |") == 2
     out = run("a/nothing")
     assert out.returncode == 1 and "a/nothing: neither a run folder" in out.stderr and "Traceback" not in out.stderr

@@ -93,9 +93,9 @@ def test_stop_token_is_trained_and_not_remembered():
 
 
 def test_sampled_ids_are_kept_as_sampled():
-    """[a, b] sampled as two tokens decodes to a text whose own encoding is one token: the record and the next context keep the two."""
+    """h, e, l, l, o sampled one by one decodes to a text whose own encoding is one token: record and next context keep the five."""
     tokenizer = train_tokenizer(["hello hello hello"], 300)
-    pieces = [tokenizer.encode("he")[0], *tokenizer.encode("llo")]
+    pieces = tokenizer.convert_tokens_to_ids(list("hello"))
     assert tokenizer.encode(tokenizer.decode(pieces)) != pieces
     (trajectory,) = rollout(lambda prompts, rows: ([pieces], [[-1.0] * len(pieces)]), tokenizer, [Env("a", 2)], step_all, mem1)
     assert trajectory.calls[0].action_ids == pieces and trajectory.calls[1].prompt_ids[trajectory.prefix_len:][:len(pieces)] == pieces

@@ -10,35 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train as train_file
 from losses import gae
 from pack import action_hidden, pack
 from rollout import load_trajectories, train_tokenizer
+from conftest import FAST, command
 from test_rce import TOKENIZER, trajectories
 from tiny import tiny
 from train import (Batch, Config, check_tokenizers, frozen, head, load_model, make_critic, pack_calls, pack_histories, parse_config,
                    policy_scores, update_policy, values_of)
-
-FAST = ("--sft_steps 12 --sft_student 6 --sft_questions 6 --sft_horizon 3 --steps 3 --tasks_per_step 6 --eval_tasks 2 --horizons 1,2 "
-        "--hidden_size 32 --layers 1 --max_new_tokens 24 --device cpu").split()
-
-
-def command(*args, cwd=None, **kwargs):
-    return subprocess.run([sys.executable, train_file.__file__, *args], capture_output=True, text=True, cwd=cwd, **kwargs)
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Three short runs from nothing to a table: one twice, and one of each other variant after the same seed."""
-    folder = tmp_path_factory.mktemp("runs")
-    out = {}
-    for name, extra in {"a": [], "b": [], "history": ["--distill", "history", "--max_tokens", "2000"], "none": ["--distill", "none"]}.items():
-        out[name] = command(*FAST, *extra, "--run", name, cwd=folder)
-        assert out[name].returncode == 0, out[name].stderr
-    return folder, out
-
 
 def metrics(folder, stage=None):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -51,8 +34,11 @@ def test_run_leaves_what_it_says(runs):
     assert sorted(p.name for p in (folder / "a").iterdir()) == [
         "config.json", "metrics.jsonl", "student", "table.md", "teacher", "trajectories.jsonl", "warm_start"]
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder / "a/student"), AutoTokenizer.from_pretrained(folder / "a/student")
+    # AutoTokenizer replaces the tokenizer of some model types by the type's own, silently: the ids must be those of training
     text = "<think> known next river of Guso </think> ( 9 ) 😀"
-    assert tokenizer.decode(tokenizer.encode(text)) == text and len(tokenizer) <= model.config.vocab_size
+    trained = Tokenizer.from_file(str(folder / "a/student/tokenizer.json"))
+    assert tokenizer.encode(text) == trained.encode(text).ids and tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer) == model.config.vocab_size and tokenizer.encode("<think> known")[0] == tokenizer.get_vocab()["<think>"]
     assert len(load_trajectories(folder / "a/trajectories.jsonl")) == 6
     assert len(metrics(folder / "a", "sft")) == 12 and len(metrics(folder / "a", "rl")) == 3
     stdout = out["a"].stdout
@@ -79,7 +65,8 @@ def test_same_seed_same_metrics(runs):
 
 
 def test_variants_share_all_but_the_teacher(runs):
-    """The matched control: same warm start and same first rollout; the teacher's KL differs, and is 0 for PPO alone."""
+    """The matched control: same warm start and same first rollout; the teacher's KL differs once a memory was rewritten, and is 0 for PPO
+    alone."""
     folder, _ = runs
     first = {name: metrics(folder / name, "rl")[0] for name in ("a", "history", "none")}
     for name in ("history", "none"):
@@ -208,7 +195,7 @@ def test_an_existing_run_is_never_overwritten(tmp_path):
 
 def test_models_from_folders(tmp_path):
     """--student and --teacher skip the warm start; another width and vocabulary padding of the teacher are fine, another tokenizer is not."""
-    for name, model in (("student", tiny(vocab_size=300)), ("teacher", tiny("llama", vocab_size=310, hidden_size=64))):
+    for name, model in (("student", tiny("llama", vocab_size=300)), ("teacher", tiny("llama", vocab_size=310, hidden_size=64))):
         model.save_pretrained(tmp_path / name)
         TOKENIZER.save_pretrained(tmp_path / name)
     args = [*FAST, "--max_len", "2000", "--run", "r", "--steps", "1", "--student", "student", "--teacher", "teacher"]
@@ -222,7 +209,7 @@ def test_models_from_folders(tmp_path):
     assert out.returncode == 1 and "different tokenizers" in out.stderr and "Traceback" not in out.stderr
     out = command(*args, "--run", "r4", "--teacher", "nowhere", cwd=tmp_path, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     assert out.returncode == 1 and "nowhere" in out.stderr and "Traceback" not in out.stderr
-    tiny(vocab_size=100).save_pretrained(tmp_path / "student")
+    tiny("llama", vocab_size=100).save_pretrained(tmp_path / "student")
     with pytest.raises(ValueError, match="the model only 100"):
         load_model(str(tmp_path / "student"), "cpu")
 

@@ -1,0 +1,43 @@
+"""What only a GPU can show: FlexAttention backward, and the preset `tiny` to its end on CUDA."""
+import pytest
+import torch
+
+from conftest import FAST, command
+from pack import action_hidden, pack
+from rce import rce
+from test_rce import RULES, TOKENIZER, trajectories
+from tiny import random_calls, tiny
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def exact_float32(monkeypatch):
+    """TF32 would hide errors of 1e-3."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+@pytest.mark.parametrize("tasks", [3, 60])
+def test_flex_forward_and_backward_against_the_dense_mask(kind, tasks):
+    """Hidden states and every parameter's gradient, in one tile and over many, head width 64 (the kernel's smallest comfortable one)."""
+    prompts, actions, _ = random_calls(tasks=tasks)
+    packed, results = pack(prompts, actions), {}
+    for backend in ("flex", "dense"):
+        model = tiny(kind, hidden_size=256, initializer_range=0.1).cuda()
+        hidden = action_hidden(model, packed, backend)
+        (hidden**2).sum().backward()
+        results[backend] = [hidden.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    for a, b in zip(*results.values(), strict=True):
+        assert (a - b).norm() <= 1e-4 * b.norm()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rce_on_cuda(rule):
+    found = rce(tiny(vocab_size=len(TOKENIZER), hidden_size=256, initializer_range=0.1).cuda(), trajectories(rule))
+    assert found.holds(1e-4), str(found)
+
+
+def test_train_on_cuda(tmp_path):
+    out = command(*FAST, "--device", "cuda", "--run", "r", "--hidden_size", "128", cwd=tmp_path)
+    assert out.returncode == 0 and "| Q2 | student |" in out.stdout, out.stderr
