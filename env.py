@@ -15,19 +15,18 @@ import random
 import re
 import sqlite3
 import string
-import unicodedata
 from collections import Counter
 from dataclasses import dataclass
 
 PROTOCOL = (
-    "Answer all the questions . At every turn you see only this text , your last response and the passages that it found . "
-    "First write <think> all that you know so far , and what is next </think> . Then write either <search> one query </search> "
-    "or , when nothing is open , <answer> all answers , joined by ; </answer> .")
+    "Answer all the questions . At every turn you see only this text , your last response and the passages that it "
+    "found . First write <think> all that you know so far , and what is next </think> . Then write either <search> one "
+    "query </search> or , when nothing is open , <answer> all answers , joined by ; </answer> .")
 ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
 STOP = ("</search>", "</answer>")  # a response ends with one of these
 
 
-# ---- scores ---------------------------------------------------------------------------------------------------------
+# ---- scores ----------------------------------------------------------------------------------------------------------
 
 def normalize(text: str) -> str:
     """SQuAD's normal form: lower case, no punctuation, no articles, single spaces."""
@@ -52,7 +51,7 @@ def _f1(predicted: list[str], gold: list[str]) -> float:
     return 2 * same / (len(predicted) + len(gold))
 
 
-# ---- retrieval ------------------------------------------------------------------------------------------------------
+# ---- retrieval -------------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Passage:
@@ -72,20 +71,20 @@ class SqliteRetriever:
             self.db.executemany("INSERT INTO passage VALUES (?, ?)", ((p.title, p.text) for p in passages))
 
     def search(self, queries: list[str], k: int) -> list[list[Passage]]:
-        """The k best passages for each query, best first; none where no word of the query occurs. Any text is a legal
-        query: it is read as a bag of words, each quoted, so that FTS5 sees none of its operators in it."""
+        """The k best passages for each query, best first; none where no word of it occurs. Any text is a legal query:
+        it is read as a bag of words, each quoted, so that FTS5 sees none of its operators in it."""
         return [self._search(query, k) for query in queries]
 
     def _search(self, query: str, k: int) -> list[Passage]:
-        words = list(dict.fromkeys(re.findall(r"\w+", unicodedata.normalize("NFC", query.lower()))))[:self.MAX_WORDS]
+        words = list(dict.fromkeys(re.findall(r"\w+", query.lower())))[:self.MAX_WORDS]
         if not words:
             return []
         match = " OR ".join(f'"{word}"' for word in words)
-        rows = self.db.execute("SELECT title, text FROM passage WHERE passage MATCH ? ORDER BY rank, rowid LIMIT ?", (match, k))
-        return [Passage(*row) for row in rows]
+        best = "SELECT title, text FROM passage WHERE passage MATCH ? ORDER BY rank, rowid LIMIT ?"
+        return [Passage(*row) for row in self.db.execute(best, (match, k))]
 
 
-# ---- the search environment -----------------------------------------------------------------------------------------
+# ---- the search environment ------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Task:
@@ -100,7 +99,7 @@ class Task:
 
 
 class SearchEnv:
-    """One episode of one task. `reward` is "em" or "f1", summed over the questions and given with the last call."""
+    """One episode of one task. reward: "em" or "f1", summed over the questions and given with the last call."""
 
     def __init__(self, task: Task, retriever, reward: str = "em", top_k: int = 2, turns_per_question: int = 2):
         if reward not in ("em", "f1"):
@@ -140,49 +139,52 @@ class SearchEnv:
 
 
 def step_all(envs: list[SearchEnv], responses: list[str]) -> list[tuple[str, float, bool]]:
-    """Eq. 1 for all live environments at once, with one batched retrieval. A malformed response (no search, no answer) or
-    a search on the last turn ends the episode with reward 0."""
+    """Eq. 1 for all live environments at once, with one batched retrieval. A malformed response (no search, no answer)
+    or a search on the last turn ends the episode with reward 0."""
     queries = [env.query(response) for env, response in zip(envs, responses, strict=True)]
     searching = [i for i, query in enumerate(queries) if query is not None]
     found = {}
-    if searching:  # the environments of one batch share their settings, not always their retriever
-        for retriever in dict.fromkeys(envs[i].retriever for i in searching):
-            mine = [i for i in searching if envs[i].retriever is retriever]
-            found |= zip(mine, retriever.search([queries[i] for i in mine], envs[mine[0]].top_k))
+    for retriever, top_k in dict.fromkeys((envs[i].retriever, envs[i].top_k) for i in searching):
+        mine = [i for i in searching if (envs[i].retriever, envs[i].top_k) == (retriever, top_k)]
+        found |= zip(mine, retriever.search([queries[i] for i in mine], top_k), strict=True)
     return [(env.observe(found[i]), 0.0, False) if i in found else ("", env.score()[env.reward == "f1"], True)
             for i, env in enumerate(envs)]
 
 
-# ---- an invented encyclopedia ---------------------------------------------------------------------------------------
+# ---- an invented encyclopedia ----------------------------------------------------------------------------------------
 
 def _names(n: int) -> list[str]:
     """n invented names, the same in every world."""
     rng, names = random.Random(0), {}
     while len(names) < n:
-        names["".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(rng.choice((2, 2, 3)))).title()] = None
+        syllables = (rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(rng.choice((2, 2, 3))))
+        names["".join(syllables).title()] = None
     return list(names)
 
 
 _NAMES = _names(220)
-ENTITIES = {
-    "person": _NAMES[:120], "town": _NAMES[120:180], "river": _NAMES[180:],
-    "craft": [f"{what} {who}" for what in ("glass", "salt", "silk", "iron", "honey") for who in ("maker", "trader", "painter", "keeper")]}
+ENTITIES = {"person": _NAMES[:120], "town": _NAMES[120:180], "river": _NAMES[180:],
+            "craft": [f"{what} {who}" for what in ("glass", "salt", "silk", "iron", "honey")
+                      for who in ("maker", "trader", "painter", "keeper")]}
 RELATIONS = {"home": ("person", "town"), "teacher": ("person", "person"), "craft": ("person", "craft"),
              "river": ("town", "river"), "mayor": ("town", "person")}
 
 
 class ToyWiki:
-    """An invented encyclopedia: who lives, learns and works where. The names are the same for every `seed`, the facts are
-    not, so that a model can learn to read and never to know. Names stand alone between spaces in every text: then each
-    has the same tokens everywhere, and copying is one circuit instead of a map for every name."""
+    """An invented encyclopedia: who lives where, learns from whom and does what. The names are the same for every seed,
+    the facts are not: a model can learn to read, and never to know. Names stand alone between spaces in every text, so
+    that each has the same tokens everywhere and copying is one circuit instead of a map for every name."""
 
     def __init__(self, seed: int | str):
         rng = random.Random(f"world {seed}")
         self.seed = seed
         self.facts = {(relation, entity): rng.choice([v for v in ENTITIES[values] if v != entity])
                       for relation, (kind, values) in RELATIONS.items() for entity in ENTITIES[kind]}
-        self.passages = [Passage(e, " ".join(f"{r} of {e} is {self.facts[r, e]} ." for r, (k, _) in RELATIONS.items() if k == kind))
-                         for kind in ("person", "town") for e in ENTITIES[kind]]
+        self.passages = []
+        for kind in ("person", "town"):
+            relations = [r for r, (of, _) in RELATIONS.items() if of == kind]
+            for e in ENTITIES[kind]:
+                self.passages.append(Passage(e, " ".join(f"{r} of {e} is {self.facts[r, e]} ." for r in relations)))
         for town in ENTITIES["town"]:  # distractors: they name people, towns and rivers and answer nothing
             a, b = rng.sample(ENTITIES["person"], 2)
             self.passages.append(Passage(rng.choice(ENTITIES["river"]), f"{a} met {b} near {town} ."))
@@ -211,11 +213,12 @@ class ToyWiki:
 
     @staticmethod
     def expert(env: SearchEnv) -> str:
-        """The scripted expert's next response, read off its last response and the observation alone: it is a compact-memory
-        agent itself, and shows that this state suffices."""
+        """The scripted expert's next response, read off its last response and the observation alone: it is a compact-
+        memory agent itself, and shows that this state suffices."""
         known, note, question = [], "", ""
         if env.response:
-            memory, question, query = re.search(r"known (.*?)next (.*) </think> <search> (.*) </search>", env.response).groups()
+            layout = r"known (.*?)next (.*) </think> <search> (.*) </search>"
+            memory, question, query = re.search(layout, env.response).groups()
             known = memory.split(" ; ")[:-1]
             value = re.search(rf"\b{query} is (.*?) \.", env.observation)[1]
             note = f"{query} is {value} ; "

@@ -6,9 +6,9 @@
     Eq. 10  L_PPO = -1/N sum min(rho A, clip(rho) A)             ppo_loss
     Eq. 11  L_actor = L_PPO - alpha H + lambda L_OPD             actor_loss
 
-Losses are (N,), one value a token, until Eq. 11 divides their sums by the counts of the whole batch: so a result does not
-depend on how the batch was cut into packs. `action_scores` gives log-prob, entropy and KL in one chunked pass over the
-vocabulary, with the gradient in closed form; `log_prob`, `entropy` and `reverse_kl` say the same in a line or two each.
+Losses are (N,), one value a token, until Eq. 11 divides their sums by the counts of the whole batch: so a result does
+not depend on how the batch was cut into packs. `action_scores` gives log-prob, entropy and KL in one chunked pass over
+the vocabulary, with the gradient in closed form; `log_prob`, `entropy` and `reverse_kl` say the same in a line or two.
 Shapes: N sampled action tokens, V vocabulary, H hidden size. Needs torch only.
 
     python losses.py        # Eq. 7-11 on four tokens of two trajectories
@@ -16,7 +16,7 @@ Shapes: N sampled action tokens, V vocabulary, H hidden size. Needs torch only.
 import torch
 
 
-# ---- Eq. 7: what the teacher says -----------------------------------------------------------------------------------
+# ---- Eq. 7: what the teacher says ------------------------------------------------------------------------------------
 
 def log_prob(logits: torch.Tensor, action_ids: torch.Tensor) -> torch.Tensor:
     """log pi(a): (N, V), (N,) -> (N,)."""
@@ -30,7 +30,7 @@ def entropy(logits: torch.Tensor) -> torch.Tensor:
 
 
 def reverse_kl(logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
-    """Eq. 7 per token: (N, V), (N, V_T) -> (N,). Vocabularies of different padding are first cut to their common size."""
+    """Eq. 7 per token: (N, V), (N, V_T) -> (N,). Vocabularies of different padding are cut to their common size."""
     common = min(logits.shape[-1], teacher_logits.shape[-1])
     logp, teacher_logp = logits[:, :common].log_softmax(-1), teacher_logits[:, :common].log_softmax(-1)
     return (logp.exp() * (logp - teacher_logp)).sum(-1)
@@ -38,13 +38,16 @@ def reverse_kl(logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tens
 
 def action_scores(hidden: torch.Tensor, head: torch.Tensor, action_ids: torch.Tensor,
                   teacher_hidden: torch.Tensor | None = None, teacher_head: torch.Tensor | None = None,
-                  temperature: float = 1.0, chunk: int | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+                  temperature: float = 1.0, chunk: int | None = None
+                  ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """log pi(a), H, and the KL of Eq. 7 (0 without a teacher), each (N,), in at least float32.
 
-    hidden (N, H) and head (V, H) of the policy; teacher_hidden (N, H_T) and teacher_head (V_T, H_T): hidden states, since
-    the teacher's logits would be 40 times larger at V = 152k. All logits are divided by the temperature that sampled the
-    actions. Memory is O(chunk x V): `chunk` tokens at a time, computed again in backward. The teacher gets no gradient."""
-    return _ActionScores.apply(hidden, head, action_ids, teacher_hidden, teacher_head, temperature, chunk or max(64, 2**25 // len(head)))
+    hidden (N, H) and head (V, H) of the policy; teacher_hidden (N, H_T) and teacher_head (V_T, H_T): hidden states,
+    since the teacher's logits would be 40 times larger at V = 152k. All logits are divided by the temperature that
+    sampled the actions. Memory is O(chunk x V): `chunk` tokens at a time, done again in backward. The teacher gets no
+    gradient."""
+    chunk = chunk or max(64, 2**25 // len(head))
+    return _ActionScores.apply(hidden, head, action_ids, teacher_hidden, teacher_head, temperature, chunk)
 
 
 class _ActionScores(torch.autograd.Function):
@@ -53,18 +56,18 @@ class _ActionScores(torch.autograd.Function):
         ctx.save_for_backward(hidden, head, action_ids, teacher_hidden, teacher_head)
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.set_materialize_grads(False)  # what the loss does not use costs nothing in backward
-        scores = []
-        for rows, logp, common_logp, log_ratio in _vocabulary_rows(hidden, head, teacher_hidden, teacher_head, temperature, chunk):
-            kl = (common_logp.exp() * log_ratio).sum(-1)
-            scores.append(torch.stack([logp.gather(1, action_ids[rows, None])[:, 0], -(logp.exp() * logp).sum(-1), kl]))
+        scores, teacher = [], (teacher_hidden, teacher_head)
+        for rows, logp, common_logp, log_ratio in _chunks(hidden, head, *teacher, temperature, chunk):
+            chosen = logp.gather(1, action_ids[rows, None])[:, 0]
+            scores.append(torch.stack([chosen, -(logp.exp() * logp).sum(-1), (common_logp.exp() * log_ratio).sum(-1)]))
         return torch.cat(scores, -1).unbind()
 
     @staticmethod
     def backward(ctx, grad_logp, grad_entropy, grad_kl):
         hidden, head, action_ids, *teacher = ctx.saved_tensors
         grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros_like(head)
-        for rows, logp, common_logp, log_ratio in _vocabulary_rows(hidden, head, *teacher, ctx.temperature, ctx.chunk):
-            grad, p = torch.zeros_like(logp), logp.exp()                                                     # (rows, V)
+        for rows, logp, common_logp, log_ratio in _chunks(hidden, head, *teacher, ctx.temperature, ctx.chunk):
+            grad, p = torch.zeros_like(logp), logp.exp()  # (rows, V)
             if grad_logp is not None:     # d log pi(a) / dz = onehot(a) - p
                 grad.sub_(p * grad_logp[rows, None]).scatter_add_(1, action_ids[rows, None], grad_logp[rows, None])
             if grad_entropy is not None:  # d H / dz = -p (log p + H)
@@ -80,34 +83,35 @@ class _ActionScores(torch.autograd.Function):
         return grad_hidden, grad_head, None, None, None, None, None
 
 
-def _vocabulary_rows(hidden, head, teacher_hidden, teacher_head, temperature, chunk):
+def _chunks(hidden, head, teacher_hidden, teacher_head, temperature, chunk):
     """Yield, a chunk of tokens at a time: rows, log p, and over the common vocabulary log p and log p - log p_T."""
     def logits(h, w):
         return (h @ w.T).to(torch.promote_types(h.dtype, torch.float32)) / temperature
     for start in range(0, len(hidden), chunk):
         rows = slice(start, start + chunk)
-        z = logits(hidden[rows], head)                                                                       # (rows, V)
+        z = logits(hidden[rows], head)  # (rows, V)
         logp = z.log_softmax(-1)
         if teacher_hidden is None:
             yield rows, logp, logp[:, :0], logp[:, :0]
             continue
-        t = logits(teacher_hidden[rows], teacher_head)                                                       # (rows, V_T)
+        t = logits(teacher_hidden[rows], teacher_head)  # (rows, V_T)
         common = min(z.shape[1], t.shape[1])
         common_logp = logp if common == z.shape[1] else z[:, :common].log_softmax(-1)
         yield rows, logp, common_logp, common_logp - t[:, :common].log_softmax(-1).to(z.dtype)
 
 
-# ---- Eq. 8 and 9: rewards and advantages, without gradients -----------------------------------------------------------
+# ---- Eq. 8 and 9: rewards and advantages, without gradients ----------------------------------------------------------
 
 def token_rewards(rewards: torch.Tensor, logp_old: torch.Tensor, logp_ref: torch.Tensor, beta: float) -> torch.Tensor:
-    """Eq. 8: the task reward (0 but on the last action token of a call) less the reference penalty on every token. (N,) all."""
-    reference_kl = (logp_old - logp_ref).clamp(min=0)  # a penalty only where the policy has grown more sure than the reference
+    """Eq. 8, (N,) each: the task reward, which stands on the last action token of a call, less the reference penalty on
+    every token."""
+    reference_kl = (logp_old - logp_ref).clamp(min=0)  # only where the policy has grown more sure than the reference
     return rewards - beta * reference_kl
 
 
-def gae(rewards: torch.Tensor, values: torch.Tensor, last: torch.Tensor, gamma: float, gae_lambda: float
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eq. 9 over whole trajectories, one after the other, one step per sampled action: advantages and returns, (N,) each.
+def gae(rewards: torch.Tensor, values: torch.Tensor, last: torch.Tensor, gamma: float,
+        gae_lambda: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Eq. 9 over whole trajectories, one after the other, a step per sampled token: advantages and returns, (N,).
 
     last (N,) bool marks each trajectory's final action token: the value after it is 0, and nothing leaks past it."""
     advantages, advantage, next_value = [], 0.0, 0.0
@@ -127,10 +131,10 @@ def whiten(advantages: torch.Tensor) -> torch.Tensor:
     return (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
 
 
-# ---- Eq. 10 and 11: the policy and the critic -------------------------------------------------------------------------
+# ---- Eq. 10 and 11: the policy and the critic ------------------------------------------------------------------------
 
-def ppo_loss(logp: torch.Tensor, logp_old: torch.Tensor, advantages: torch.Tensor, clip_coef: float
-             ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def ppo_loss(logp: torch.Tensor, logp_old: torch.Tensor, advantages: torch.Tensor,
+             clip_coef: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Eq. 10 per token, (N,); beside it approx_kl and clipfrac per token, without gradient."""
     logratio = logp - logp_old
     ratio = logratio.exp()
@@ -141,7 +145,7 @@ def ppo_loss(logp: torch.Tensor, logp_old: torch.Tensor, advantages: torch.Tenso
 
 
 def value_loss(values: torch.Tensor, values_old: torch.Tensor, returns: torch.Tensor, clip: float) -> torch.Tensor:
-    """The critic's squared error per token, (N,), with the value clipped around the old one (MEM1; the paper is silent)."""
+    """The critic's squared error per token, (N,), the value clipped around the old one (MEM1; the paper is silent)."""
     clipped = values_old + (values - values_old).clamp(-clip, clip)
     return 0.5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
 
@@ -150,8 +154,8 @@ def actor_loss(ppo: torch.Tensor, entropy: torch.Tensor, kl: torch.Tensor, entro
                n_actions: int, n_teacher: int, teacher_mask: torch.Tensor | None = None) -> torch.Tensor:
     """Eq. 11, the share of these tokens: L_PPO - alpha H + lambda L_OPD, a scalar.
 
-    n_actions and n_teacher are sum(m_act) and sum(m_T) of the *whole batch*, whatever part of it is given here; teacher_mask
-    (N,) bool is m_T, by default all of m_act."""
+    n_actions and n_teacher are sum(m_act) and sum(m_T) of the *whole batch*, whatever part of it is given here;
+    teacher_mask (N,) bool is m_T, by default all of m_act."""
     guided = kl if teacher_mask is None else kl[teacher_mask]  # select, then sum: what is masked may be anything
     return (ppo - entropy_coef * entropy).sum() / max(n_actions, 1) + distill_coef * guided.sum() / max(n_teacher, 1)
 
@@ -159,21 +163,20 @@ def actor_loss(ppo: torch.Tensor, entropy: torch.Tensor, kl: torch.Tensor, entro
 def main():
     torch.manual_seed(0)
     logits, teacher_logits, action_ids = torch.randn(4, 5), torch.randn(4, 7), torch.tensor([0, 1, 2, 3])
-    eye = torch.eye(5), torch.eye(7)
-    logp, h, kl = action_scores(logits, eye[0], action_ids, teacher_logits, eye[1])
-    print("four action tokens, the first three of one trajectory; V = 5, the teacher's is padded to 7")
-    show = lambda name, x: print(f"{name:<34}", " ".join(f"{v:8.4f}" for v in x.tolist()))
-    show("log pi(a)", logp)
-    show("H", h)
-    show("Eq. 7   KL(p_theta || p_T)", kl)
-    rewards = token_rewards(torch.tensor([0.0, 0.0, 1.0, 0.0]), logp, logp - torch.tensor([0.5, -0.5, 0.0, 1.0]), beta=0.1)
-    show("Eq. 8   r~ = r - beta [..]_+", rewards)
-    advantages, _ = gae(rewards, torch.full((4,), 0.25), torch.tensor([False, False, True, True]), gamma=1.0, gae_lambda=0.9)
-    show("Eq. 9   A", advantages)
+    logp, h, kl = action_scores(logits, torch.eye(5), action_ids, teacher_logits, torch.eye(7))
+    logp_ref = logp - torch.tensor([0.5, -0.5, 0.0, 1.0])
+    rewards = token_rewards(torch.tensor([0.0, 0.0, 1.0, 0.0]), logp, logp_ref, beta=0.1)
+    last = torch.tensor([False, False, True, True])
+    advantages, _ = gae(rewards, torch.full((4,), 0.25), last, gamma=1.0, gae_lambda=0.9)
     ppo, _, _ = ppo_loss(logp, logp - 0.1, advantages, clip_coef=0.2)
-    show("Eq. 10  -min(rho A, clip(rho) A)", ppo)
     loss = actor_loss(ppo, h, kl, entropy_coef=0.001, distill_coef=0.02, n_actions=4, n_teacher=4)
-    print(f"{'Eq. 11  L_PPO - alpha H + lambda L_OPD':<42} {loss:.4f}")
+
+    print("four sampled tokens: a trajectory of three and one of one; V = 5, the teacher's padded to 7")
+    for name, x in (("        log pi(a)", logp), ("        H", h), ("Eq. 7   KL(p_theta || p_T)", kl),
+                    ("Eq. 8   r~ = r - beta [..]_+", rewards), ("Eq. 9   A", advantages),
+                    ("Eq. 10  -min(rho A, clip(rho) A)", ppo)):
+        print(f"{name:<34}", " ".join(f"{v:8.4f}" for v in x.tolist()))
+    print(f"{'Eq. 11  L_PPO - alpha H + lambda L_OPD':<38} {loss:8.4f}")
 
 
 if __name__ == "__main__":

@@ -2,12 +2,12 @@
 
     Eq. 5   max over (t,k) of || logits_pack[g(t,k)] - logits_independent[t,k] ||_inf <= eps_num, full vocabulary
 
-The reference is one unpadded call at a time and shares no code with pack.py; a padded batch would be no reference, since
-padding changes rounding and may hide masks that went wrong. Audit in float32 or float64: bfloat16 hides errors.
+The reference is one unpadded call at a time and shares no code with pack.py; a padded batch would be none, since
+padding changes rounding and a lost mask would be lost in both. Audit in float32 or float64: bfloat16 hides errors.
 Beside it stands `pack.verify`, which needs no model and can name what is wrong. Needs pack.py, rollout.py and env.py.
 
-    python rce.py                                                          # a random model, the toy's expert, six rules
-    python rce.py --model RUN/student --trajectories RUN/trajectories.jsonl
+    python rce.py                      # a random model with large logits, the toy's expert, all six update rules
+    python rce.py --model runs/tiny/student --trajectories runs/tiny/trajectories.jsonl
 """
 import argparse
 from dataclasses import dataclass, replace
@@ -51,10 +51,10 @@ class Equivalence:
 def compare(model, packs: list[Packed], calls: list[Call], names: list[str] | None = None) -> Equivalence:
     """Eq. 5 for packs that hold `calls` in order, one call's (len(a), V) logits at a time."""
     names, head = names or [f"call {c}" for c in range(len(calls))], model.get_output_embeddings().weight
-    hidden = torch.cat([action_hidden(model, packed) for packed in packs])                                   # (N, H)
+    hidden = torch.cat([action_hidden(model, packed) for packed in packs])                     # (N, H)
     error, largest, same, worst, start = -1.0, 0.0, 0, "", 0
     for name, call in zip(names, calls):
-        independent = independent_logits(model, call.prompt_ids, call.action_ids)                            # (len(a), V)
+        independent = independent_logits(model, call.prompt_ids, call.action_ids)              # (len(a), V)
         packed_logits = hidden[start:start + len(call.action_ids)] @ head.T
         start += len(call.action_ids)
         per_token = (packed_logits - independent).abs().amax(-1)
@@ -68,14 +68,15 @@ def compare(model, packs: list[Packed], calls: list[Call], names: list[str] | No
 def rce(model, trajectories: list[Trajectory], share: str = "tree", max_tokens: int = 8192) -> Equivalence:
     """Pack the trajectories, check the structure, and compare with independent calls (Eq. 5).
 
-    share: "tree" (every common prefix once) or "q" (Eq. 4 to the letter). Raises ValueError if the structure is wrong or an id
-    is beyond the model's vocabulary."""
+    share: "tree" (every common prefix once) or "q" (Eq. 4 to the letter). Raises ValueError if the structure is wrong
+    or an id is beyond the model's vocabulary."""
     calls = [call for trajectory in trajectories for call in trajectory.calls]
     names = [f"task {t.task_id}, call {i}" for t in trajectories for i in range(len(t.calls))]
     for name, call in zip(names, calls):
-        if max(call.prompt_ids + call.action_ids) >= model.config.vocab_size:
-            raise ValueError(f"{name}: id {max(call.prompt_ids + call.action_ids)} is beyond the model's vocabulary of "
-                             f"{model.config.vocab_size}; these trajectories are of another tokenizer")
+        largest = max(call.prompt_ids + call.action_ids)
+        if largest >= model.config.vocab_size:
+            raise ValueError(f"{name}: id {largest} is beyond the model's vocabulary of {model.config.vocab_size}; "
+                             "these trajectories are of another tokenizer")
     prompts, actions = [c.prompt_ids for c in calls], [c.action_ids for c in calls]
     shared = [t.prefix_len for t in trajectories for _ in t.calls] if share == "q" else [None] * len(calls)
     runs = split(prompts, actions, max_tokens)
@@ -85,54 +86,60 @@ def rce(model, trajectories: list[Trajectory], share: str = "tree", max_tokens: 
     return compare(model, packs, calls, names)
 
 
+def toy(dtype: torch.dtype) -> tuple:
+    """A random model whose logits reach 5 and more, and the expert's trajectories under each update rule."""
+    torch.manual_seed(0)
+    tokenizer = train_tokenizer([p.text for p in ToyWiki(0).passages], 512)
+    model = AutoModelForCausalLM.from_config(Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.2), attn_implementation="packed").to(dtype).eval()
+    sets = {}
+    for name, update in update_rules(tokenizer).items():
+        envs = toy_envs("train", 3, k=2)
+        sets[name] = rollout(scripted(ToyWiki.expert, tokenizer, envs), tokenizer, envs, step_all, update)
+    return model, sets
+
+
+def wrong_states(model, trajectories: list[Trajectory]) -> dict[str, Equivalence]:
+    """For contrast: the flat history, and the right pack with one half of its state corrupted (Figure 3b)."""
+    calls = [call for trajectory in trajectories for call in trajectory.calls]
+    packed = pack([c.prompt_ids for c in calls], [c.action_ids for c in calls])
+    place = torch.arange(len(packed.input_ids))
+    to_the_end = torch.full_like(place, len(place))
+    history = pack_history([t.calls[0].prompt_ids[:t.prefix_len] for t in trajectories],
+                           [[c.action_ids for c in t.calls] for t in trajectories],
+                           [[c.observation_ids for c in t.calls] for t in trajectories])
+    return {"flat history": compare(model, [history], calls),
+            "positions of the pack": compare(model, [replace(packed, position_ids=place)], calls),
+            "everything visible": compare(model, [replace(packed, subtree_end=to_the_end)], calls)}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a model folder or hub name; by default a random Qwen2, scaled so that logits are large")
-    parser.add_argument("--trajectories", help="a file of rollout.save_trajectories; by default the toy's expert under each update rule")
+    parser.add_argument("--model", help="a model folder or hub name; by default a random model")
+    parser.add_argument("--trajectories", help="a file of rollout.save_trajectories; by default the toy's expert")
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
     args = parser.parse_args()
     if bool(args.model) != bool(args.trajectories):
         parser.error("--model and --trajectories go together: the ids must be of the model's tokenizer")
-    dtype = getattr(torch, args.dtype)
-    torch.manual_seed(0)
+    dtype, failed = getattr(torch, args.dtype), False
     try:
         if args.model:
             model = AutoModelForCausalLM.from_pretrained(args.model, attn_implementation="packed", dtype=dtype).eval()
             sets = {"recorded": load_trajectories(args.trajectories)}
         else:
-            tokenizer = train_tokenizer([p.text for p in ToyWiki(0).passages], 512)
-            model = AutoModelForCausalLM.from_config(Qwen2Config(
-                vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-                num_key_value_heads=2, initializer_range=0.2), attn_implementation="packed").to(dtype).eval()
-            sets = {}
-            for name, update in update_rules(tokenizer).items():
-                envs = toy_envs("train", 3, k=2)
-                sets[name] = rollout(scripted(ToyWiki.expert, tokenizer, envs), tokenizer, envs, step_all, update)
-        failed = False
+            model, sets = toy(dtype)
         for name, trajectories in sets.items():
             for share in ("tree", "q"):
                 found = rce(model, trajectories, share)
                 failed |= not found.holds(TOLERANCE[dtype])
-                print(f"{name:<20} share={share:<5} {found.calls} calls: {found}", flush=True)
+                print(f"{name:<19} share={share:<4} {found.calls} calls: {found}", flush=True)
     except (ValueError, OSError) as error:
         raise SystemExit(f"rce.py: {error}") from None
-    print_wrong_states(model, trajectories)
-    print(f"\nRCE (Eq. 5) {'FAILS' if failed else 'holds'} at {TOLERANCE[dtype]:g} of the largest logit")
+    print(f"RCE (Eq. 5) {'FAILS' if failed else 'holds'} at {TOLERANCE[dtype]:g} of the largest logit\n\nwrong states:")
+    for name, found in wrong_states(model, trajectories).items():
+        print(f"{name:<24} {found}", flush=True)
     raise SystemExit(int(failed))
-
-
-def print_wrong_states(model, trajectories: list[Trajectory]) -> None:
-    """For contrast: the flat history, and the right pack with one half of its state corrupted (Figure 3b)."""
-    calls = [call for trajectory in trajectories for call in trajectory.calls]
-    packed = pack([c.prompt_ids for c in calls], [c.action_ids for c in calls])
-    history = [pack_history([t.calls[0].prompt_ids[:t.prefix_len]], [[c.action_ids for c in t.calls]], [[c.observation_ids for c in t.calls]])
-               for t in trajectories]
-    S = len(packed.input_ids)
-    print("\nwhat goes wrong otherwise:")
-    for name, wrong in (("persistent history", history),
-                        ("positions of the pack", [replace(packed, position_ids=torch.arange(S))]),
-                        ("everything visible", [replace(packed, subtree_end=torch.full((S,), S))])):
-        print(f"{name:<32} {compare(model, wrong, calls)}")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     Eq. 1   a_t ~ pi_old(. | q, x_t),   (o_t, r_t, d_t) = E(a_t),   x_{t+1} = U(x_t, a_t, o_t)
     Eq. 2   U of MEM1:  [q] -> a_0,   [q, m_0, o_0] -> a_1,   [q, m_1, o_1] -> a_2,  ...
 
-A `Call` keeps the token ids of z_t = [q, x_t] that the model read and the ids a_t that it sampled: nothing is ever decoded
-and tokenised again, since the ids of the same text may differ. U is any function `update(turns) -> x_next` on token ids.
-Needs torch and transformers (a model and a tokenizer); the environments come in as arguments.
+A `Call` keeps the token ids of z_t = [q, x_t] that the model read and the ids a_t that it sampled: nothing is decoded
+and tokenised again, since the ids of the same text may differ. U is any function `update(turns) -> x_next` on ids.
+Needs torch and transformers; the environments come in as arguments.
 
     python rollout.py        # what each update rule keeps, call by call, on a random model
 """
@@ -19,12 +19,13 @@ from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 
 import torch
+import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast, Qwen2Config
 
 
-# ---- records --------------------------------------------------------------------------------------------------------
+# ---- records ---------------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Call:
@@ -41,9 +42,9 @@ class Call:
             if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
                 raise ValueError(f"{name} must be a list of token ids, not {str(ids)[:80]}")
         if not self.prompt_ids or not self.action_ids:
-            raise ValueError("a call needs at least one prompt id and one action id: an empty action has nothing to train")
+            raise ValueError("a call needs at least one prompt id and one action id; an empty action trains nothing")
         if not isinstance(self.logprobs, list) or len(self.logprobs) != len(self.action_ids):
-            raise ValueError(f"{len(self.action_ids)} action ids need as many logprobs, recorded when they were sampled")
+            raise ValueError(f"{len(self.action_ids)} action ids need as many logprobs, recorded as they were sampled")
         if not all(isinstance(x, (int, float)) and math.isfinite(x) for x in [*self.logprobs, self.reward]):
             raise ValueError("logprobs and reward must be finite numbers")
 
@@ -85,9 +86,9 @@ def load_trajectories(path: str | os.PathLike) -> list[Trajectory]:
     return trajectories
 
 
-# ---- the update rules U of Eq. 1: turns = [(response ids without the stop token, observation ids), ...], newest last ----
+# ---- the update rules U of Eq. 1 -------------------------------------------------------------------------------------
 
-Turns = list[tuple[list[int], list[int]]]
+Turns = list[tuple[list[int], list[int]]]  # (response ids without the stop token, observation ids), newest last
 
 
 def mem1(turns: Turns) -> list[int]:
@@ -107,8 +108,8 @@ def suffix_retention(n: int) -> Callable[[Turns], list[int]]:
 
 
 def summary_replacement(tokenizer, opening: str = "<think>", closing: str = "</think>") -> Callable[[Turns], list[int]]:
-    """Only the memory text of the last response, encoded anew, and the last observation. Re-encoding is safe here, since it
-    makes a new context: what is recorded is the z_t that results."""
+    """The memory text of the last response, encoded anew, and the last observation. Encoding again is safe here, since
+    it makes a new context: what is recorded is the z_t that results."""
     def update(turns):
         text = tokenizer.decode(turns[-1][0])
         memory = text.partition(opening)[2].partition(closing)[0] if opening in text else text
@@ -134,19 +135,20 @@ def update_rules(tokenizer) -> dict[str, Callable[[Turns], list[int]]]:
             "retrieval_refresh": retrieval_refresh}
 
 
-# ---- sampling -------------------------------------------------------------------------------------------------------
+# ---- sampling --------------------------------------------------------------------------------------------------------
 
 def task_generators(seed: int, step: int, task_ids: list[str]) -> list[torch.Generator]:
-    """One source of noise for each task, from (seed, step, task): what is sampled depends neither on the batch that a task
-    is in nor on the device."""
+    """One source of noise for each task, from (seed, step, task): it depends neither on the batch that a task is in nor
+    on the device."""
     digests = (hashlib.sha256(f"{seed} {step} {task_id}".encode()).digest() for task_id in task_ids)
     return [torch.Generator().manual_seed(int.from_bytes(digest[:8], "big")) for digest in digests]
 
 
 def stop_on(tokenizer, strings: tuple[str, ...]) -> Callable[[list[int]], bool]:
-    """A response is over with the end-of-sequence token, or as soon as its text holds one of `strings`. Text, not ids: a
-    tokenizer may merge the end of a tag with what follows."""
+    """A response is over with the end-of-sequence token, or as soon as its text holds one of `strings`: text and not
+    ids, since a tokenizer may merge the end of a tag with what follows."""
     window = max(len(s.encode()) for s in strings)  # a token spells at least one byte
+
     def stop(ids):
         return ids[-1] == tokenizer.eos_token_id or any(s in tokenizer.decode(ids[-window:]) for s in strings)
     return stop
@@ -158,32 +160,30 @@ def generate(model, prompts: list[list[int]], max_new_tokens: int, temperature: 
              generators: list[torch.Generator] | None = None) -> tuple[list[list[int]], list[list[float]]]:
     """Sample a response to each prompt from exactly softmax(logits / temperature), no top-p, no top-k; greedy at 0.
 
-    Returns the sampled ids, and the log-prob of each at that temperature (at 1 when greedy), computed in float32 or better.
-    A row that stops leaves the batch. `generators`: one for each prompt; each gives the same numbers to whatever batch."""
+    Returns the sampled ids, stop token included, and the log-prob of each at that temperature (at 1 when greedy), in at
+    least float32. A row that stops leaves the batch. generators: one for each prompt, see `task_generators`."""
     if not prompts or not all(prompts) or max_new_tokens < 1:
         raise ValueError("generate needs at least one prompt, no empty prompt, and max_new_tokens >= 1")
     device, training = model.device, model.training
     model.eval()
     longest = max(map(len, prompts))
-    input_ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)                 # (B, L)
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)           # (B, L)
+    input_ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)           # (B, L)
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)     # (B, L)
     noise = torch.stack([torch.rand(max_new_tokens, dtype=torch.float64, generator=g)
-                         for g in generators or [None] * len(prompts)]).to(device)                           # (B, new)
+                         for g in generators or [None] * len(prompts)]).to(device)                     # (B, new)
     cache = DynamicCache(config=model.config)
-    cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"   # transformers < 5.24
+    # its name before transformers 5.24 and after
+    cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     ids, logprobs = [[] for _ in prompts], [[] for _ in prompts]
     live = list(range(len(prompts)))
     try:
         for step in range(max_new_tokens):
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1]:]
             logits = model(input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=True,
-                           logits_to_keep=1, **{cache_name: cache}).logits[:, -1]                            # (B, V)
-            logp = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / (temperature or 1.0), -1)
-            if temperature == 0:
-                token = logp.argmax(-1)
-            else:  # the first token whose cumulative probability exceeds the row's uniform number
-                cdf = logp.double().exp().cumsum(-1)
-                token = torch.searchsorted(cdf, noise[:, step:step + 1] * cdf[:, -1:], right=True)[:, 0].clamp(max=cdf.shape[1] - 1)
+                           logits_to_keep=1, **{cache_name: cache}).logits[:, -1]                      # (B, V)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            logp = torch.log_softmax(logits / (temperature or 1.0), -1)
+            token = logp.argmax(-1) if temperature == 0 else _inverse_cdf(logp, noise[:, step])        # (B,)
             chosen = logp.gather(1, token[:, None])[:, 0].tolist()
             for row, new_id, lp in zip(live, token.tolist(), chosen):
                 ids[row].append(new_id)
@@ -191,7 +191,7 @@ def generate(model, prompts: list[list[int]], max_new_tokens: int, temperature: 
             keep = [i for i, row in enumerate(live) if not stop(ids[row])]
             if not keep:
                 break
-            input_ids, mask = token[:, None], torch.nn.functional.pad(mask, (0, 1), value=1)
+            input_ids, mask = token[:, None], F.pad(mask, (0, 1), value=1)
             if len(keep) < len(live):
                 index = torch.tensor(keep, device=device)
                 input_ids, mask, noise, live = input_ids[index], mask[index], noise[index], [live[i] for i in keep]
@@ -201,10 +201,18 @@ def generate(model, prompts: list[list[int]], max_new_tokens: int, temperature: 
     return ids, logprobs
 
 
+def _inverse_cdf(logp: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """(B, V), (B,) -> (B,): the first token whose cumulative probability exceeds the row's uniform number."""
+    cdf = logp.double().exp().cumsum(-1)
+    token = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)[:, 0]
+    return token.clamp(max=logp.shape[-1] - 1)
+
+
 def encode_prompt(tokenizer, text: str) -> list[int]:
-    """The ids of q. With a chat template, q ends with the generation prompt: memory then stands in the assistant's turn."""
+    """The ids of q. With a chat template q ends with the generation prompt: memory stands in the assistant's turn."""
     if tokenizer.chat_template:
-        return list(tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False))
+        message = [{"role": "user", "content": text}]
+        return list(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
     return tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -212,9 +220,10 @@ def rollout(sample: Callable, tokenizer, envs: list, step_all: Callable, update:
             max_prompt_len: int | None = None, progress: str | None = None) -> list[Trajectory]:
     """Run all environments to their ends, one call each per round, and record every call (Eq. 1).
 
-    sample(prompts, rows) -> ids, logprobs: `generate` bound to a model, or any faster engine; `rows` says which environments
-    the prompts belong to. step_all(envs, responses) -> [(observation, reward, done), ...] on text. `env.prompt()` is the
-    text of q and `env.task.id` names the task. Raises ValueError for a prompt over `max_prompt_len`: nothing is ever cut."""
+    sample(prompts, rows) -> ids, logprobs: `generate` bound to a model, or any faster engine; rows says which
+    environments the prompts belong to. step_all(envs, responses) -> [(observation, reward, done), ...] on text.
+    env.prompt() is the text of q, env.task.id names the task. Raises ValueError for a prompt over max_prompt_len:
+    nothing is ever cut."""
     if not envs:
         raise ValueError("rollout needs at least one environment: the task list is empty")
     prefixes = [encode_prompt(tokenizer, env.prompt()) for env in envs]
@@ -225,11 +234,13 @@ def rollout(sample: Callable, tokenizer, envs: list, step_all: Callable, update:
             prompts = [prefixes[i] + contexts[i] for i in live]
             for i, prompt in zip(live, prompts):
                 if max_prompt_len and len(prompt) > max_prompt_len:
-                    raise ValueError(f"task {envs[i].task.id}, call {len(calls[i])}: the prompt has {len(prompt)} tokens and only "
-                                     f"{max_prompt_len} fit; raise max_len, or keep or retrieve less")
+                    raise ValueError(
+                        f"task {envs[i].task.id}, call {len(calls[i])}: the prompt has {len(prompt)} tokens and only "
+                        f"{max_prompt_len} fit; raise max_len, or keep or retrieve less")
             ids, logprobs = sample(prompts, live)
             results = step_all([envs[i] for i in live], [tokenizer.decode(a, skip_special_tokens=True) for a in ids])
-            for i, prompt, action, logp, (observation, reward, _) in zip(live, prompts, ids, logprobs, results, strict=True):
+            for i, prompt, action, logp, result in zip(live, prompts, ids, logprobs, results, strict=True):
+                observation, reward, _ = result
                 observed = tokenizer.encode(observation, add_special_tokens=False)
                 calls[i].append(Call(prompt, action, logp, observed, reward))
                 turns[i].append((action[:-1] if action[-1] == tokenizer.eos_token_id else action, observed))
@@ -241,7 +252,7 @@ def rollout(sample: Callable, tokenizer, envs: list, step_all: Callable, update:
 
 
 def scripted(respond: Callable[[object], str], tokenizer, envs: list) -> Callable:
-    """A `sample` for `rollout` that speaks instead of a model: `respond(env) -> text`, tokenised once, with log-prob 0."""
+    """A `sample` for `rollout` that speaks in place of a model: `respond(env) -> text`, tokenised once, log-probs 0."""
     def sample(prompts, rows):
         ids = [tokenizer.encode(respond(envs[i]), add_special_tokens=False) for i in rows]
         return ids, [[0.0] * len(action) for action in ids]
@@ -252,18 +263,21 @@ def format_trajectory(trajectory: Trajectory, tokenizer) -> str:
     """q, then each call's action and observation as text, with the token counts of z_t and a_t."""
     lines = [f"q: {tokenizer.decode(trajectory.calls[0].prompt_ids[:trajectory.prefix_len])}"]
     for t, call in enumerate(trajectory.calls):
-        lines.append(f"a_{t} ({len(call.prompt_ids)} -> {len(call.action_ids)} tokens): {tokenizer.decode(call.action_ids)}")
-        lines.append(f"o_{t}: {tokenizer.decode(call.observation_ids).strip()}" if call.observation_ids else f"r_{t}: {call.reward:g}")
+        lengths = f"{len(call.prompt_ids)} -> {len(call.action_ids)} tokens"
+        lines.append(f"a_{t} ({lengths}): {tokenizer.decode(call.action_ids)}")
+        observation = tokenizer.decode(call.observation_ids).strip()
+        lines.append(f"o_{t}: {observation}" if observation else f"r_{t}: {call.reward:g}")
     return "\n".join(lines)
 
 
-# ---- a tokenizer for the toy ----------------------------------------------------------------------------------------
+# ---- a tokenizer for the toy -----------------------------------------------------------------------------------------
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Byte-level BPE over words between spaces. The full byte alphabet is in: no character can vanish."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(r"\s?\S+|\s"), behavior="isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        pre_tokenizers.Split(Regex(r"\s?\S+|\s"), behavior="isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=["<|end|>", "<|pad|>"], show_progress=False,
@@ -272,35 +286,30 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
                                    clean_up_tokenization_spaces=False)
 
 
-# ---- demo -----------------------------------------------------------------------------------------------------------
+# ---- demo ------------------------------------------------------------------------------------------------------------
 
 def main():
-    """Roll a random model out for three calls under each update rule, and show what every call reads."""
-    texts = ["<think> one </think>", "<information> two </information>", "question"]
-    tokenizer = train_tokenizer(texts, 300)
+    """What each call reads under each update rule: a random model for three calls, in a world that only counts."""
+    tokenizer = train_tokenizer(["<think> one </think>", "question", " observation"], 300)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1))
-
-    class Env:
-        def __init__(self):
-            self.task, self.turn = SimpleNamespace(id="demo"), 0
-
-        def prompt(self):
-            return "question"
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1))
 
     def step_all(envs, responses):
-        for env in envs:
-            env.turn += 1
-        return [(" two" * env.turn, 1.0, env.turn == 3) for env in envs]
+        envs[0].turn += 1
+        return [(f" observation {envs[0].turn}", 1.0, envs[0].turn == 3)]
 
     for name, update in update_rules(tokenizer).items():
+        env = SimpleNamespace(task=SimpleNamespace(id="demo"), turn=0, prompt=lambda: "question")
         noise = task_generators(0, 0, ["demo"])
-        (trajectory,) = rollout(lambda prompts, rows: generate(model, prompts, 8, generators=noise), tokenizer, [Env()], step_all, update)
-        print(name)
+        (trajectory,) = rollout(lambda prompts, rows: generate(model, prompts, 6, generators=noise),
+                                tokenizer, [env], step_all, update)
+        print(f"{name}: q = {trajectory.calls[0].prompt_ids[:trajectory.prefix_len]}")
         for t, call in enumerate(trajectory.calls):
-            print(f"  call {t}: |z_t| {len(call.prompt_ids):3}  |a_t| {len(call.action_ids)}  mean log pi_old "
-                  f"{sum(call.logprobs) / len(call.logprobs):.2f}  r_t {call.reward:g}  z_t {call.prompt_ids}")
+            mean = sum(call.logprobs) / len(call.logprobs)
+            print(f"  x_{t} = {call.prompt_ids[trajectory.prefix_len:]}\n    -> a_{t} = {call.action_ids}, "
+                  f"mean log pi_old {mean:.2f}, o_{t} = {call.observation_ids}, r_{t} = {call.reward:g}")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""MemOPD (arXiv 2608.07068): PPO on the task reward plus full-vocabulary reverse KL to a frozen teacher, every token scored
-in exactly the state in which it was sampled.
+"""MemOPD (arXiv 2608.07068): PPO on the task reward plus full-vocabulary reverse KL to a frozen teacher, every token
+scored in the exact state in which it was sampled.
 
     python train.py                       # the preset `tiny`: an invented encyclopedia, on a CPU or one GPU, to the end
     python train.py --distill history     # the control of Figure 3a: the teacher reads a flat history
     python train.py --distill none        # PPO alone
 
-What the paper does not state, and we chose (each a flag; MEM1's values where it has them):
+What the paper does not state, and we chose (values are MEM1's where it has them, and flags):
  1. Advantages are whitened over the batch's action tokens; Eq. 10 says nothing about it.
- 2. The critic is a separate copy of the student with a value head, read at g(t,k); its loss clips the value as MEM1's does.
- 3. Teacher, reference and policy are all scored at the sampling temperature.
+ 2. The critic is a separate copy of the student with a value head, read at g(t,k); its loss clips the value.
+ 3. Policy, reference and teacher are all scored at the sampling temperature.
  4. The task reward is the sum of EM over the questions; a malformed response ends the episode with reward 0.
- 5. log pi_old is a pass of its own over the same packs, so that the first ratio is exactly 1; what the sampler recorded is
-    compared with it in every step (`logp_mismatch`), the audit of Eq. 5 in the loop.
+ 5. log pi_old is a pass of its own over the packs of the update, so that the first ratio is exactly 1. What the sampler
+    recorded is compared with it in every step (`logp_mismatch`): the audit of Eq. 5 in the loop.
  6. `tiny` makes student and teacher in one run of SFT: the student is an early snapshot of what becomes the teacher.
 
 Shapes: N sampled action tokens of the whole batch, in the order trajectory, call, token; H hidden size.
@@ -31,15 +31,16 @@ from typing import Literal
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer, HfArgumentParser, LlamaConfig
+from transformers import (AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer, HfArgumentParser,
+                          LlamaConfig)
 
 from env import STOP, ToyWiki, step_all, toy_envs
 from eval import evaluate, table
 from losses import action_scores, actor_loss, gae, ppo_loss, token_rewards, value_loss, whiten
 from pack import Packed, action_hidden, check_model, pack, pack_history, split
 from rce import rce
-from rollout import (Trajectory, format_trajectory, generate, mem1, rollout, save_trajectories, scripted, stop_on, task_generators,
-                     train_tokenizer, update_rules)
+from rollout import (Trajectory, format_trajectory, generate, mem1, rollout, save_trajectories, scripted, stop_on,
+                     task_generators, train_tokenizer, update_rules)
 
 
 def flag(default, text: str):
@@ -49,20 +50,20 @@ def flag(default, text: str):
 
 @dataclass(frozen=True)
 class Config:
-    preset: Literal["tiny"] = flag("tiny", "named set of defaults; flags override it")
+    preset: Literal["tiny"] = flag("tiny", "a named set of defaults; flags override it")
     run: str = flag("runs/tiny", "folder for models, metrics and trajectories; must not exist yet")
     seed: int = flag(0, "of everything random")
     device: str = flag("cuda" if torch.cuda.is_available() else "cpu", "torch device")
-    student: str = flag("", "model folder or hub name, pi_theta and pi_ref at the start (Section 3.2); empty: made by SFT on the toy")
-    teacher: str = flag("", "model folder or hub name, pi_T (Section 3.2); empty: made by SFT on the toy")
-    distill: Literal["aligned", "history", "none"] = flag("aligned", "the teacher's state: aligned = MemOPD, history = the control of "
-                                                       "Figure 3a, none = PPO")
+    student: str = flag("", "pi_theta at first, and pi_ref: folder or hub name; empty: SFT on the toy (Section 3.2)")
+    teacher: str = flag("", "pi_T: folder or hub name; empty: SFT on the toy (Section 3.2)")
+    distill: Literal["aligned", "history", "none"] = flag(
+        "aligned", "the state that the teacher reads: aligned = MemOPD, history = the control of Figure 3a, none = PPO")
     # roll out
     steps: int = flag(500, "updates of pi_old (MEM1: 500)")
     tasks_per_step: int = flag(128, "tasks that are rolled out in a step (MEM1: 128)")
     questions: int = flag(2, "questions per training task (Section 4.1: trained on Q2 only)")
-    update: Literal["mem1", "full_response", "suffix_retention", "summary_replacement", "sliding_window", "retrieval_refresh"] = flag(
-        "mem1", "the update rule U of Eq. 1 (Section 3.2: MEM1's)")
+    update: Literal["mem1", "full_response", "suffix_retention", "summary_replacement", "sliding_window",
+                    "retrieval_refresh"] = flag("mem1", "the update rule U of Eq. 1 (Section 3.2: MEM1's)")
     reward: Literal["em", "f1"] = flag("em", "r_t of the last call, summed over questions (MEM1: em)")
     temperature: float = flag(1.0, "of sampling, and of every log-prob (MEM1: 1)")
     max_new_tokens: int = flag(1000, "tokens of one response at most (MEM1: 1000)")
@@ -86,7 +87,7 @@ class Config:
     save_every: int = flag(50, "steps between saves of the student")
     # evaluation
     horizons: str = flag("2,8,16", "questions per task in the last table (Section 4.1: Q2, Q8, Q16)")
-    eval_questions: int = flag(640, "held-out questions for each horizon and model (Q2: 320 tasks, Q16: 40); 0: no table")
+    eval_questions: int = flag(640, "held-out questions per horizon and model (Q2: 320 tasks); 0: no table")
     # warm start of the toy
     hidden_size: int = flag(128, "width of the toy models")
     layers: int = flag(3, "layers of the toy models")
@@ -104,32 +105,33 @@ PRESETS = {"tiny": dict(
 
 def parse_config(args: list[str] | None = None) -> Config:
     """Defaults < preset < flags. Wrong names and values end with a usage message."""
-    parser = HfArgumentParser(Config, description=__doc__.split("\n\n")[0], allow_abbrev=False)
     named, _ = HfArgumentParser(Config, add_help=False, allow_abbrev=False).parse_known_args(args)
+    parser = HfArgumentParser(Config, description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.set_defaults(**PRESETS[named.preset])
     config, unknown = parser.parse_args_into_dataclasses(args, return_remaining_strings=True)
-    if unknown:
-        parser.error(f"unknown arguments: {' '.join(unknown)}")
-    positive = ("steps", "tasks_per_step", "questions", "temperature", "max_new_tokens", "max_tokens", "ppo_epochs", "save_every",
-                "sft_steps", "sft_questions")
-    problems = [f"--{name} must be positive" for name in positive if getattr(config, name) <= 0]
+    problems = [f"unknown arguments: {' '.join(unknown)}"] if unknown else []
+    for name in ("steps", "tasks_per_step", "questions", "temperature", "max_new_tokens", "max_tokens", "ppo_epochs",
+                 "save_every", "sft_steps", "sft_questions", "sft_horizon"):
+        if getattr(config, name) <= 0:
+            problems.append(f"--{name} must be positive")
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", config.horizons):
         problems.append(f"--horizons takes question counts such as 2,8,16, not {config.horizons!r}")
     if not 1 <= config.sft_student <= config.sft_steps:
         problems.append(f"--sft_student {config.sft_student} is no step of --sft_steps {config.sft_steps}")
     if config.max_len <= config.max_new_tokens:
-        problems.append(f"--max_len {config.max_len} leaves no room for a prompt beside --max_new_tokens {config.max_new_tokens}")
-    if config.student and config.distill != "none" and not config.teacher:
-        problems.append("--student needs a --teacher beside it, or --distill none")
+        problems.append(f"--max_len {config.max_len} leaves no room for a prompt beside --max_new_tokens "
+                        f"{config.max_new_tokens}")
+    if bool(config.student) != bool(config.teacher) and (config.teacher or config.distill != "none"):
+        problems.append("--student and --teacher go together (with --distill none a --student is enough)")
     if problems:
         parser.error("; ".join(problems))
     return config
 
 
-# ---- models ---------------------------------------------------------------------------------------------------------
+# ---- models ----------------------------------------------------------------------------------------------------------
 
-def load_model(path: str, device: str):
-    """A causal model with the packed attention, and its tokenizer. Raises ValueError if packs cannot be run on it."""
+def load_model(path: str, device: str) -> tuple:
+    """(tokenizer, causal model with packed attention, float32). Raises ValueError if packs cannot be run on it."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="packed", dtype=torch.float32).to(device)
@@ -138,26 +140,36 @@ def load_model(path: str, device: str):
     check_model(model)
     if len(tokenizer) > model.config.vocab_size:
         raise ValueError(f"{path}: the tokenizer has {len(tokenizer)} tokens, the model only {model.config.vocab_size}")
-    return model, tokenizer
+    return tokenizer, model
 
 
 def check_tokenizers(student, teacher) -> None:
-    """Full-vocabulary KL compares token by token: raise ValueError unless every id means the same to both. (The vocabularies of
-    the models may be padded differently.)"""
+    """Eq. 7 compares distributions id by id: raise ValueError unless every id means the same to both tokenizers. (The
+    models' vocabularies may be padded differently.)"""
     ours, theirs = student.get_vocab(), teacher.get_vocab()
     for token in sorted(ours.keys() | theirs.keys()):
         if ours.get(token) != theirs.get(token):
-            raise ValueError(f"student and teacher have different tokenizers: {token!r} is id {ours.get(token)} for the student and "
-                             f"{theirs.get(token)} for the teacher; take a teacher of the same family")
+            raise ValueError(f"student and teacher have different tokenizers: {token!r} is id {ours.get(token)} to the "
+                             f"student, {theirs.get(token)} to the teacher; take one of the same family")
+
+
+def load_models(config: Config) -> tuple:
+    """(tokenizer, student, teacher or None) from the folders or hub names of the flags."""
+    tokenizer, student = load_model(config.student, config.device)
+    if not config.teacher:
+        return tokenizer, student, None
+    teacher_tokenizer, teacher = load_model(config.teacher, config.device)
+    check_tokenizers(tokenizer, teacher_tokenizer)
+    return tokenizer, student, frozen(teacher)
 
 
 def frozen(model):
-    """A copy (with a config of its own) that never trains: pi_ref, pi_T."""
+    """A copy that never trains: pi_ref, pi_T. Its config is its own: one model must not flip the other's attention."""
     return copy.deepcopy(model).eval().requires_grad_(False)
 
 
 def make_critic(student):
-    """V_phi: the student's body with a value head that starts at 0; no weight is shared with the student."""
+    """V_phi: a copy of the student's body with a value head that starts at 0; nothing is shared."""
     config = copy.deepcopy(student.config)
     config.num_labels, config.classifier_dropout = 1, 0.0
     critic = AutoModelForTokenClassification.from_config(config, attn_implementation="packed").to(student.device)
@@ -168,33 +180,25 @@ def make_critic(student):
 
 
 def head(model) -> torch.Tensor:
+    """(V, H)."""
     return model.get_output_embeddings().weight
 
 
-def policy_scores(model, packed: Packed, temperature: float, teacher_hidden=None, teacher=None):
-    """log pi(a), H and the KL to the teacher at every action token of a pack, (N,) each."""
+def policy_scores(model, packed: Packed, temperature: float, teacher_hidden=None, teacher=None) -> tuple:
+    """log pi(a), H, and the KL of Eq. 7 to the teacher, at every action token of a pack, (N,) each."""
     return action_scores(action_hidden(model, packed), head(model), packed.action_ids, teacher_hidden,
                          None if teacher is None else head(teacher), temperature)
 
 
 def values_of(critic, packed: Packed) -> torch.Tensor:
-    """V at g(t,k), (N,)."""
+    """V of Eq. 9 at g(t,k), where the action token is predicted, (N,)."""
     return critic.score(action_hidden(critic, packed))[:, 0]
 
 
-# ---- warm start: SFT on the scripted expert (Section 3.2) -------------------------------------------------------------
-
-def sft_loss(model, packed: Packed) -> tuple[torch.Tensor, float]:
-    """Cross-entropy on the action tokens of turn-level examples, and the share of them that is predicted right."""
-    hidden = action_hidden(model, packed)
-    logp, _, _ = action_scores(hidden, head(model), packed.action_ids)
-    with torch.no_grad():
-        right = (hidden @ head(model).T).argmax(-1) == packed.action_ids
-    return -logp.mean(), right.float().mean().item()
-
+# ---- warm start: SFT on the scripted expert (Section 3.2) ------------------------------------------------------------
 
 def toy_texts() -> list[str]:
-    """What the toy's tokenizer is trained on: passages and expert episodes of a few training worlds."""
+    """What the toy's tokenizer is trained on: the passages of a few worlds, and episodes of the expert."""
     texts = [f"( {p.title} ) {p.text}" for seed in range(4) for p in ToyWiki(seed).passages]
     for env in toy_envs("train", 40, 3):
         texts.append(env.prompt())
@@ -206,26 +210,35 @@ def toy_texts() -> list[str]:
     return texts
 
 
-def warm_start(config: Config, run: Path, log) -> tuple:
-    """One run of SFT on the toy makes both models: (tokenizer, student, teacher). The student is the snapshot after `sft_student` steps
-    (paper: SFT first teaches the format), the teacher the end."""
-    tokenizer = train_tokenizer(toy_texts(), config.vocab_size)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(
+def toy_model(tokenizer, config: Config):
+    """A small random Llama. (Not a Qwen2: AutoTokenizer replaces the tokenizer saved with one by Qwen's own.)"""
+    heads = config.hidden_size // 32
+    return AutoModelForCausalLM.from_config(LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=config.hidden_size, intermediate_size=3 * config.hidden_size,
-        num_hidden_layers=config.layers, num_attention_heads=config.hidden_size // 32, num_key_value_heads=config.hidden_size // 32,
-        tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id),
-        attn_implementation="packed").to(config.device)
+        num_hidden_layers=config.layers, num_attention_heads=heads, num_key_value_heads=heads, attention_bias=True,
+        tie_word_embeddings=True, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id), attn_implementation="packed").to(config.device)
+
+
+def warm_start(config: Config, run: Path, log: Callable) -> tuple:
+    """One run of SFT on the toy makes both models, the student after `sft_student` steps and the teacher at the end:
+    (tokenizer, student, teacher)."""
+    tokenizer = train_tokenizer(toy_texts(), config.vocab_size)
+    model = toy_model(tokenizer, config)
     matrices = [p for p in model.base_model.layers.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if not any(p is m for m in matrices)]
-    optimizers = [torch.optim.Muon(matrices, lr=0.01, weight_decay=0), torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0)]
+    optimizers = [torch.optim.Muon(matrices, lr=0.01, weight_decay=0),
+                  torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0)]
     schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: sft_lr(step / config.sft_steps)) for o in optimizers]
     for step in (bar := tqdm(range(config.sft_steps), desc="warm start (SFT)")):
-        rng, envs, longest = random.Random(f"{config.seed} {step}"), [], sft_longest(step / config.sft_steps, config.sft_horizon)
+        rng, envs = random.Random(f"{config.seed} {step}"), []
+        longest = sft_longest(step / config.sft_steps, config.sft_horizon)
         while sum(len(env.task.questions) for env in envs) < config.sft_questions:
             envs += toy_envs(f"sft-{config.seed}-{len(envs)}", 1, rng.randint(1, longest), seed=step)
         trajectories = rollout(scripted(ToyWiki.expert, tokenizer, envs), tokenizer, envs, step_all, mem1)
         calls = [call for trajectory in trajectories for call in trajectory.calls]
-        loss, accuracy = sft_loss(model, pack([c.prompt_ids for c in calls], [c.action_ids for c in calls]).to(config.device))
+        packed = pack([c.prompt_ids for c in calls], [c.action_ids for c in calls]).to(config.device)
+        loss, accuracy = sft_loss(model, packed)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for stepper in (*optimizers, *schedules):
@@ -240,38 +253,49 @@ def warm_start(config: Config, run: Path, log) -> tuple:
     return tokenizer, student, frozen(model)
 
 
+def sft_loss(model, packed: Packed) -> tuple[torch.Tensor, float]:
+    """Cross-entropy on the action tokens of turn-level examples, and the share of them that is predicted right."""
+    hidden = action_hidden(model, packed)
+    logp, _, _ = action_scores(hidden, head(model), packed.action_ids)
+    with torch.no_grad():
+        right = (hidden @ head(model).T).argmax(-1) == packed.action_ids
+    return -logp.mean(), right.float().mean().item()
+
+
 def sft_longest(progress: float, horizon: int) -> int:
-    """The curriculum: tasks of one to three questions first, then longer ones, one question at a time."""
+    """The curriculum: tasks of one to three questions first, then longer ones, growing one question at a time."""
     return min(horizon, 3 + round(max(0.0, progress - 0.3) / 0.3 * max(0, horizon - 3)))
 
 
 def sft_lr(progress: float) -> float:
-    """Warm up over the first 4 %, then constant, then linearly down over the last 40 %."""
+    """Up over the first 4 %, constant, then down over the last 40 %."""
     return min(1.0, progress / 0.04 + 0.02, 0.02 + (1 - progress) / 0.4)
 
 
-# ---- one step of MemOPD: score, advantages, update ----------------------------------------------------------------------
+# ---- the parts of a step ---------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Batch:
-    """What stays fixed while a batch is trained on; all (N,) but the teacher's hidden states."""
+    """What stays fixed while the models are updated on a batch; all (N,) but the teacher's hidden states."""
     logp_old: torch.Tensor
     values_old: torch.Tensor
     advantages: torch.Tensor
     returns: torch.Tensor
-    teacher_hidden: torch.Tensor | None   # (N, H_T)
+    teacher_hidden: torch.Tensor | None  # (N, H_T)
 
     def split(self, sizes: list[int]) -> list["Batch"]:
         """The part of each pack."""
-        columns = [[None] * len(sizes) if x is None else x.split(sizes) for x in (getattr(self, f.name) for f in fields(self))]
-        return [Batch(*row) for row in zip(*columns)]
+        columns = [getattr(self, f.name) for f in fields(self)]
+        return [Batch(*row) for row in zip(*([None] * len(sizes) if x is None else x.split(sizes) for x in columns))]
 
 
 def pack_calls(trajectories: list[Trajectory], config: Config) -> list[Packed]:
-    """Eq. 4 and 6: the calls in order, as packs of at most `max_tokens`."""
-    prompts, actions = ([getattr(c, name) for t in trajectories for c in t.calls] for name in ("prompt_ids", "action_ids"))
-    shared = [t.prefix_len if config.share == "q" else len(c.prompt_ids) + len(c.action_ids) for t in trajectories for c in t.calls]
-    return [pack(prompts[run], actions[run], shared[run], config.max_len).to(config.device) for run in split(prompts, actions, config.max_tokens)]
+    """Eq. 4 and 6: all calls, in order, in packs of at most `max_tokens`."""
+    calls = [call for trajectory in trajectories for call in trajectory.calls]
+    prompts, actions = [c.prompt_ids for c in calls], [c.action_ids for c in calls]
+    shared = [t.prefix_len if config.share == "q" else None for t in trajectories for _ in t.calls]
+    return [pack(prompts[run], actions[run], shared[run], config.max_len).to(config.device)
+            for run in split(prompts, actions, config.max_tokens)]
 
 
 def pack_histories(trajectories: list[Trajectory], config: Config) -> list[Packed]:
@@ -280,157 +304,173 @@ def pack_histories(trajectories: list[Trajectory], config: Config) -> list[Packe
                          [[c.observation_ids for c in t.calls]]).to(config.device) for t in trajectories]
 
 
-def update_policy(student, critic, optimizers, packs: list[Packed], batch: Batch, teacher, config: Config) -> dict[str, float]:
-    """Eq. 7, 10 and 11 and the value loss: `ppo_epochs` updates on the whole batch. Sums over packs are divided by the N of the
-    batch, so neither max_tokens nor share changes the result."""
-    N, metrics = len(batch.logp_old), {}
+def advantages_of(trajectories: list[Trajectory], logp_old, logp_ref, values, config: Config) -> tuple:
+    """Eq. 8 and 9: the reward of a call stands on its last action token, and a trajectory ends with its last call's.
+    Advantages and returns, (N,) each."""
+    rewards, last = torch.zeros_like(logp_old), torch.zeros_like(logp_old, dtype=torch.bool)
+    end = -1
+    for trajectory in trajectories:
+        for call in trajectory.calls:
+            end += len(call.action_ids)
+            rewards[end] = call.reward
+        last[end] = True
+    rewards = token_rewards(rewards, logp_old, logp_ref, config.kl_coef)
+    advantages, returns = gae(rewards, values, last, config.gamma, config.gae_lambda)
+    return (whiten(advantages) if config.whiten_advantages else advantages), returns
+
+
+def update_policy(student, critic, optimizers, packs: list[Packed], batch: Batch, teacher, config: Config) -> dict:
+    """Eq. 7, 10 and 11 and the value loss: `ppo_epochs` updates on the whole batch, and the metrics of the last one.
+    Sums over packs are divided by the N of the batch, so neither max_tokens nor share changes the result."""
+    N, first = len(batch.logp_old), {}
     for epoch in range(config.ppo_epochs):
-        totals = defaultdict(float)
+        metrics = defaultdict(float)
         for packed, part in zip(packs, batch.split([len(p.action_ids) for p in packs])):
             logp, entropy, kl = policy_scores(student, packed, config.temperature, part.teacher_hidden, teacher)
-            ppo, approx_kl, clipfrac = ppo_loss(logp, part.logp_old, part.advantages, config.clip_coef)              # Eq. 10
-            actor_loss(ppo, entropy, kl, config.entropy_coef, config.distill_coef, N, N).backward()                   # Eq. 11
+            ppo, approx_kl, clipfrac = ppo_loss(logp, part.logp_old, part.advantages, config.clip_coef)
+            actor_loss(ppo, entropy, kl, config.entropy_coef, config.distill_coef, N, N).backward()
             value = value_loss(values_of(critic, packed), part.values_old, part.returns, config.value_clip)
             (value.sum() / N).backward()
-            for name, x in dict(ppo_loss=ppo, entropy=entropy, teacher_kl=kl, approx_kl=approx_kl, clipfrac=clipfrac, value_loss=value).items():
-                totals[name] += x.sum().item() / N
-            totals["max_logratio"] = max(totals["max_logratio"], (logp - part.logp_old).abs().max().item())
+            for name, x in (("ppo_loss", ppo), ("entropy", entropy), ("teacher_kl", kl), ("approx_kl", approx_kl),
+                            ("clipfrac", clipfrac), ("value_loss", value)):
+                metrics[name] += x.sum().item() / N
+            metrics["max_logratio"] = max(metrics["max_logratio"], (logp - part.logp_old).abs().max().item())
         for name, model in (("actor", student), ("critic", critic)):
-            totals[f"{name}_grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+            metrics[f"{name}_grad_norm"] = norm.item()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        if epoch == 0:  # before any update the ratio is 1 in every token: the cheapest detector of a misaligned state
-            metrics = {"first_max_logratio": totals["max_logratio"], "first_clipfrac": totals["clipfrac"]}
-    return {**metrics, **totals}
+        # before any update the ratio is 1 in every token: the cheapest detector of a misaligned state
+        first = first or {"first_max_logratio": metrics["max_logratio"], "first_clipfrac": metrics["clipfrac"]}
+    return {**first, **metrics}
 
 
-# ---- files ----------------------------------------------------------------------------------------------------------
+def rollout_metrics(envs: list, trajectories: list[Trajectory], packs: list[Packed]) -> dict:
+    """What the batch was like: means over tasks, counts, and the share of tokens that packing saved."""
+    calls, n = [call for trajectory in trajectories for call in trajectory.calls], len(envs)
+    em, f1 = (sum(scores) / n for scores in zip(*(env.score() for env in envs)))
+    return {"reward": sum(call.reward for call in calls) / n, "em": em, "f1": f1,
+            "answered": sum(env.answers is not None for env in envs) / n,
+            "calls": len(calls), "action_tokens": sum(len(call.action_ids) for call in calls),
+            "tokens_saved": 1 - (sum(len(packed.input_ids) for packed in packs)
+                                 / sum(len(call.prompt_ids) + len(call.action_ids) for call in calls))}
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
 
 def save(folder: Path, *parts) -> None:
     """`save_pretrained` all parts, whole or not at all: into a temporary folder beside it, then renamed."""
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".saving-") as part:
-        for x in parts:
-            x.save_pretrained(f"{part}/new")
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".saving-") as temporary:
+        for part in parts:
+            part.save_pretrained(f"{temporary}/new")
         if folder.exists():
-            os.rename(folder, f"{part}/old")
-        os.rename(f"{part}/new", folder)
+            os.rename(folder, f"{temporary}/old")
+        os.rename(f"{temporary}/new", folder)
 
 
 def open_run(config: Config) -> tuple[Path, Callable]:
-    """Make the run folder, never over an old one, and return it with log(**metrics), which adds a line to metrics.jsonl."""
+    """Make the run folder, never over an old one: (folder, log), where log(**metrics) adds a line to metrics.jsonl."""
     run = Path(config.run)
     try:
         run.mkdir(parents=True)
     except FileExistsError:
         raise ValueError(f"{run} exists already; choose another folder with --run, or remove it") from None
     (run / "config.json").write_text(json.dumps(asdict(config), indent=1) + "\n")
+
     def log(**metrics):
         with open(run / "metrics.jsonl", "a") as f:
             f.write(json.dumps(metrics) + "\n")
+
     return run, log
-
-
-# ---- the run --------------------------------------------------------------------------------------------------------
-
-def train(config: Config) -> None:
-    torch.manual_seed(config.seed)
-    run, log = open_run(config)
-    if config.student:
-        student, tokenizer = load_model(config.student, config.device)
-        teacher = None
-        if config.teacher:
-            teacher, teacher_tokenizer = load_model(config.teacher, config.device)
-            check_tokenizers(tokenizer, teacher_tokenizer)
-            teacher = frozen(teacher)
-    else:
-        tokenizer, student, teacher = warm_start(config, run, log)
-    reference, critic = frozen(student), make_critic(student)
-    teacher = None if config.distill == "none" else teacher
-    optimizers = [torch.optim.AdamW(student.parameters(), lr=config.actor_lr, weight_decay=0),
-                  torch.optim.AdamW(critic.parameters(), lr=config.critic_lr, weight_decay=0)]
-    update, stop = update_rules(tokenizer)[config.update], stop_on(tokenizer, STOP)
-    show(student, tokenizer, config, "before training")
-
-    for step in (bar := tqdm(range(config.steps), desc=f"{config.distill}, Q{config.questions}")):
-        clock = [time.perf_counter()]
-        # 1. Roll out (Section 3.2, Eq. 1): the student samples with compact memory, and every call is recorded.
-        envs = toy_envs(f"train-{config.seed}", config.tasks_per_step, config.questions, seed=step, reward=config.reward)
-        noise = task_generators(config.seed, step, [env.task.id for env in envs])
-        trajectories = rollout(
-            lambda prompts, rows: generate(student, prompts, config.max_new_tokens, config.temperature, stop, [noise[i] for i in rows]),
-            tokenizer, envs, step_all, update, config.max_len - config.max_new_tokens)
-        calls = [call for trajectory in trajectories for call in trajectory.calls]
-        clock.append(time.perf_counter())
-
-        # 2. Pack (Section 3.3, Eq. 4 and 6): every call's exact state; only sampled tokens are decisions.
-        packs = pack_calls(trajectories, config)
-        teacher_packs = pack_histories(trajectories, config) if config.distill == "history" else packs  # Figure 3a, in one line
-
-        # 3. Audit (Eq. 5, in the loop): the packed forward must give what the sampler recorded.
-        with torch.no_grad():
-            logp_old = torch.cat([policy_scores(student, p, config.temperature)[0] for p in packs])                   # (N,)
-            mismatch = (logp_old - torch.tensor([lp for c in calls for lp in c.logprobs], device=logp_old.device)).abs()
-            if step == 0:
-                tqdm.write(f"RCE (Eq. 5) of the student on its first tasks: {rce(student, trajectories[:4], config.share)}")
-
-            # 4. Score (Section 3.4): reference, critic and teacher read the same states.
-            logp_ref = torch.cat([policy_scores(reference, p, config.temperature)[0] for p in packs])                 # (N,)
-            values = torch.cat([values_of(critic, p) for p in packs])                                                 # (N,)
-            teacher_hidden = torch.cat([action_hidden(teacher, p) for p in teacher_packs]) if teacher else None       # (N, H_T)
-        clock.append(time.perf_counter())
-
-        # 5. Advantages (Eq. 8 and 9): the task reward on a call's last action token, one step per sampled token.
-        ends = torch.tensor([len(c.action_ids) for c in calls]).cumsum(0) - 1
-        rewards = torch.zeros(len(logp_old)).index_put((ends,), torch.tensor([float(c.reward) for c in calls])).to(logp_old.device)
-        last = torch.zeros(len(logp_old), dtype=torch.bool)
-        last[ends[torch.tensor([len(t.calls) for t in trajectories]).cumsum(0) - 1]] = True
-        advantages, returns = gae(token_rewards(rewards, logp_old, logp_ref, config.kl_coef), values, last, config.gamma, config.gae_lambda)
-        advantages = whiten(advantages) if config.whiten_advantages else advantages
-
-        # 6. Update (Eq. 7, 10 and 11, and the critic).
-        batch = Batch(logp_old, values, advantages, returns, teacher_hidden)
-        metrics = update_policy(student, critic, optimizers, packs, batch, teacher, config)
-        clock.append(time.perf_counter())
-
-        scores = [env.score() for env in envs]
-        metrics = {"stage": "rl", "step": step, "reward": rewards.sum().item() / len(envs),
-                   "em": sum(em for em, _ in scores) / len(envs), "f1": sum(f1 for _, f1 in scores) / len(envs),
-                   "answered": sum(env.answers is not None for env in envs) / len(envs), "calls": len(calls), "action_tokens": len(logp_old),
-                   "logp_mismatch": mismatch.quantile(0.99).item(), "logp_mismatch_max": mismatch.max().item(),
-                   "reference_kl": (logp_old - logp_ref).clamp(min=0).mean().item(), **metrics,
-                   "tokens_saved": 1 - sum(len(p.input_ids) for p in packs) / sum(len(c.prompt_ids) + len(c.action_ids) for c in calls),
-                   **{f"seconds_{name}": b - a for name, a, b in zip(("rollout", "score", "update"), clock, clock[1:])}}
-        log(**metrics)
-        tqdm.write("step {step:3d}  reward {reward:.2f}  answered {answered:.2f}  teacher_kl {teacher_kl:.3f}  entropy {entropy:.3f}  "
-                   "clipfrac {clipfrac:.3f}  logp_mismatch {logp_mismatch:.1e}  {t:.1f} s".format(t=clock[-1] - clock[0], **metrics))
-        if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
-            save(run / "student", student, tokenizer)
-            save_trajectories(run / "trajectories.jsonl", trajectories)
-
-    show(student, tokenizer, config, "after training")
-    if config.eval_questions:
-        report(config, run, tokenizer, {"warm_start": reference, "student": student, **({"teacher": teacher} if teacher else {})})
 
 
 def show(student, tokenizer, config: Config, when: str) -> None:
     """Print one held-out task as the student does it, decoded."""
     envs = toy_envs("test", 1, config.questions)
     _, (trajectory,) = evaluate(student, tokenizer, envs, config.update, config.max_new_tokens, config.max_len)
-    tqdm.write(f"\n--- one held-out task, {when}; the answers are {[a[0] for a in envs[0].task.answers]}\n"
+    tqdm.write(f"\n--- one held-out task {when}; the answers are {' ; '.join(a[0] for a in envs[0].task.answers)}\n"
                f"{format_trajectory(trajectory, tokenizer)}\n")
 
 
-def report(config: Config, run: Path, tokenizer, models: dict) -> None:
+def report(models: dict, tokenizer, config: Config) -> str:
     """The last table: every model on every horizon, on the same held-out tasks."""
     rows = []
     for k in map(int, config.horizons.split(",")):
         for name, model in models.items():
-            metrics, _ = evaluate(model, tokenizer, toy_envs("test", max(1, config.eval_questions // k), k), config.update, config.max_new_tokens,
-                                  config.max_len, progress=f"Q{k}, {name}")
+            envs = toy_envs("test", max(1, config.eval_questions // k), k)
+            metrics, _ = evaluate(model, tokenizer, envs, config.update, config.max_new_tokens, config.max_len,
+                                  progress=f"Q{k}, {name}")
             rows.append((f"Q{k}", name, metrics))
-    (run / "table.md").write_text(table(rows) + "\n")
-    print(table(rows))
+    return table(rows)
+
+
+# ---- the run ---------------------------------------------------------------------------------------------------------
+
+def train(config: Config) -> None:
+    """Warm start or load, then the loop, then the table. Everything lands in the run folder as soon as it is known."""
+    torch.manual_seed(config.seed)
+    run, log = open_run(config)
+    tokenizer, student, teacher = load_models(config) if config.student else warm_start(config, run, log)
+    reference, critic = frozen(student), make_critic(student)
+    teacher = None if config.distill == "none" else teacher
+    optimizers = [torch.optim.AdamW(student.parameters(), lr=config.actor_lr, weight_decay=0),
+                  torch.optim.AdamW(critic.parameters(), lr=config.critic_lr, weight_decay=0)]
+    update, stop, T = update_rules(tokenizer)[config.update], stop_on(tokenizer, STOP), config.temperature
+    show(student, tokenizer, config, "before training")
+
+    for step in tqdm(range(config.steps), desc=f"{config.distill}, Q{config.questions}"):
+        clock = [time.perf_counter()]
+        # 1. Roll out (Section 3.2, Eq. 1): the student samples with compact memory, and every call is recorded.
+        envs = toy_envs(f"train-{config.seed}", config.tasks_per_step, config.questions, step, reward=config.reward)
+        noise = task_generators(config.seed, step, [env.task.id for env in envs])
+        trajectories = rollout(
+            lambda prompts, rows: generate(student, prompts, config.max_new_tokens, T, stop, [noise[i] for i in rows]),
+            tokenizer, envs, step_all, update, config.max_len - config.max_new_tokens)
+        clock.append(time.perf_counter())
+
+        # 2. Pack (Section 3.3, Eq. 4 and 6): every call in its exact state; only sampled tokens are decisions.
+        packs = pack_calls(trajectories, config)
+        teacher_packs = pack_histories(trajectories, config) if config.distill == "history" else packs  # Figure 3a
+
+        # 3. Audit (Eq. 5): the packed forward must give the log-probs that the sampler recorded.
+        if step == 0:
+            tqdm.write(f"RCE (Eq. 5) on the first tasks: {rce(student, trajectories[:4], config.share)}")
+        with torch.no_grad():
+            logp_old = torch.cat([policy_scores(student, p, T)[0] for p in packs])                             # (N,)
+            sampled = torch.tensor([x for t in trajectories for call in t.calls for x in call.logprobs])
+            mismatch = (logp_old - sampled.to(logp_old)).abs()
+
+            # 4. Score (Section 3.4): reference, critic and teacher read the same states.
+            logp_ref = torch.cat([policy_scores(reference, p, T)[0] for p in packs])                           # (N,)
+            values = torch.cat([values_of(critic, p) for p in packs])                                          # (N,)
+            teacher_hidden = torch.cat([action_hidden(teacher, p) for p in teacher_packs]) if teacher else None
+        clock.append(time.perf_counter())
+
+        # 5. Advantages (Eq. 8 and 9): over whole trajectories, one step per sampled token.
+        advantages, returns = advantages_of(trajectories, logp_old, logp_ref, values, config)
+
+        # 6. Update (Eq. 7, 10 and 11): the student by PPO and guidance, the critic by its returns.
+        batch = Batch(logp_old, values, advantages, returns, teacher_hidden)
+        losses = update_policy(student, critic, optimizers, packs, batch, teacher, config)
+        clock.append(time.perf_counter())
+
+        metrics = {"stage": "rl", "step": step, **rollout_metrics(envs, trajectories, packs), **losses,
+                   "logp_mismatch": mismatch.quantile(0.99).item(), "logp_mismatch_max": mismatch.max().item(),
+                   "reference_kl": (logp_old - logp_ref).clamp(min=0).mean().item(),
+                   **{f"seconds_{name}": b - a for name, a, b in zip(("rollout", "score", "update"), clock, clock[1:])}}
+        log(**metrics)
+        tqdm.write("step {step:3d}  reward {reward:.2f}  answered {answered:.2f}  teacher_kl {teacher_kl:.3f}  entropy "
+                   "{entropy:.3f}  clipfrac {clipfrac:.3f}  logp_mismatch {logp_mismatch:.0e}".format(**metrics))
+        if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
+            save(run / "student", student, tokenizer)
+            save_trajectories(run / "trajectories.jsonl", trajectories)
+
+    show(student, tokenizer, config, "after training")
+    if config.eval_questions:
+        models = {"warm_start": reference, "student": student, **({"teacher": teacher} if teacher else {})}
+        (run / "table.md").write_text(report(models, tokenizer, config) + "\n")
+        print((run / "table.md").read_text(), end="")
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
 """Short runs of train.py that several tests look at."""
+
 import subprocess
 import sys
 
@@ -6,20 +7,31 @@ import pytest
 
 import train as train_file
 
-FAST = ("--sft_steps 12 --sft_student 6 --sft_questions 6 --sft_horizon 3 --steps 3 --tasks_per_step 6 --eval_questions 4 --horizons 1,2 "
-        "--hidden_size 32 --layers 1 --max_new_tokens 24 --device cpu").split()
+FAST = (
+    "--sft_steps 12 --sft_student 6 --sft_questions 6 --sft_horizon 3 --steps 3 --tasks_per_step 6 "
+    "--eval_questions 4 --horizons 1,2 "
+    "--hidden_size 32 --layers 1 --max_new_tokens 24 --device cpu"
+).split()
 
 
 def command(*args, cwd=None, **kwargs):
-    return subprocess.run([sys.executable, train_file.__file__, *args], capture_output=True, text=True, cwd=cwd, **kwargs)
+    return subprocess.run(
+        [sys.executable, train_file.__file__, *args], capture_output=True, text=True, cwd=cwd, **kwargs
+    )
 
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
-    """Three short runs from nothing to a table: one twice, and one of each other variant after the same seed."""
+    """Three short runs from nothing to a table: one twice, and one of each other variant after the same
+    seed."""
     folder = tmp_path_factory.mktemp("runs")
     out = {}
-    for name, extra in {"a": [], "b": [], "history": ["--distill", "history", "--max_tokens", "2000"], "none": ["--distill", "none"]}.items():
+    for name, extra in {
+        "a": [],
+        "b": [],
+        "history": ["--distill", "history", "--max_tokens", "2000"],
+        "none": ["--distill", "none"],
+    }.items():
         out[name] = command(*FAST, *extra, "--run", name, cwd=folder)
         assert out[name].returncode == 0, out[name].stderr
     return folder, out

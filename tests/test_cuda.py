@@ -1,4 +1,5 @@
 """What only a GPU can show: FlexAttention backward, and the preset `tiny` to its end on CUDA."""
+
 import pytest
 import torch
 
@@ -20,7 +21,8 @@ def exact_float32(monkeypatch):
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
 @pytest.mark.parametrize("tasks", [3, 60])
 def test_flex_forward_and_backward_against_the_dense_mask(kind, tasks):
-    """Hidden states and every parameter's gradient, in one tile and over many, head width 64 (the kernel's smallest comfortable one)."""
+    """Hidden states and every parameter's gradient, in one tile and over many, head width 64 (the kernel's
+    smallest comfortable one)."""
     prompts, actions, _ = random_calls(tasks=tasks)
     packed, results = pack(prompts, actions), {}
     for backend in ("flex", "dense"):
@@ -34,7 +36,9 @@ def test_flex_forward_and_backward_against_the_dense_mask(kind, tasks):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_rce_on_cuda(rule):
-    found = rce(tiny(vocab_size=len(TOKENIZER), hidden_size=256, initializer_range=0.1).cuda(), trajectories(rule))
+    found = rce(
+        tiny(vocab_size=len(TOKENIZER), hidden_size=256, initializer_range=0.1).cuda(), trajectories(rule)
+    )
     assert found.holds(1e-4), str(found)
 
 

@@ -1,46 +1,86 @@
 """Packs: structure by brute force, three attentions, and what is refused."""
+
 import random
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
-from transformers import (AutoModelForCausalLM, BertConfig, BertLMHeadModel, Gemma2Config, GptOssConfig, LlamaConfig, MistralConfig,
-                          Qwen2Config)
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
+    Gemma2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+)
 
 import pack as pack_file
-from pack import BLOCK, action_hidden, bucket, check_model, draw, example, pack, pack_history, pad, split, verify
+from pack import (
+    BLOCK,
+    action_hidden,
+    bucket,
+    check_model,
+    draw,
+    example,
+    pack,
+    pack_history,
+    pad,
+    split,
+    verify,
+)
 from tiny import SHAPE, V, random_calls, random_ids, tiny
 
 
 def deep_calls(seed=0, n=40):
     """Calls over a three-letter alphabet: the tree branches at almost every token."""
     rng = random.Random(seed)
-    return ([[rng.randrange(3) for _ in range(rng.randint(1, 9))] for _ in range(n)],
-            [[rng.randrange(3) for _ in range(rng.randint(1, 5))] for _ in range(n)])
+    return (
+        [[rng.randrange(3) for _ in range(rng.randint(1, 9))] for _ in range(n)],
+        [[rng.randrange(3) for _ in range(rng.randint(1, 5))] for _ in range(n)],
+    )
 
 
 def states(packed):
-    """For each action token, what the row that predicts it sees, straight from the definition: [(id, position), ...] and a."""
+    """For each action token, what the row that predicts it sees, straight from the definition: [(id,
+    position), ...] and a."""
     S = len(packed.input_ids)
-    return [([(packed.input_ids[k].item(), packed.position_ids[k].item()) for k in range(S) if k <= q < packed.subtree_end[k]], a)
-            for q, a in zip(packed.predict_idx.tolist(), packed.action_ids.tolist())]
+    return [
+        (
+            [
+                (packed.input_ids[k].item(), packed.position_ids[k].item())
+                for k in range(S)
+                if k <= q < packed.subtree_end[k]
+            ],
+            a,
+        )
+        for q, a in zip(packed.predict_idx.tolist(), packed.action_ids.tolist())
+    ]
 
 
 def wanted(prompts, actions):
-    return [(list(zip(p + a[:k], range(len(p) + k))), a[k]) for p, a in zip(prompts, actions) for k in range(len(a))]
+    return [
+        (list(zip(p + a[:k], range(len(p) + k))), a[k])
+        for p, a in zip(prompts, actions)
+        for k in range(len(a))
+    ]
 
 
 def test_picture_in_header_is_what_the_code_draws():
     """The header is the first thing a reader trusts."""
     picture = draw(*example())
-    assert "\n".join(line.strip() for line in picture.splitlines()) in "\n".join(line.strip() for line in pack_file.__doc__.splitlines())
+    assert "\n".join(line.strip() for line in picture.splitlines()) in "\n".join(
+        line.strip() for line in pack_file.__doc__.splitlines()
+    )
 
 
 @pytest.mark.parametrize("share", ["q", None, 0])
 def test_every_action_token_has_its_state(share):
-    """Eq. 3 by brute force. Would catch positions that do not restart, blocks that leak, a q that later blocks do not see (position_ids
-    alone make transformers do so), and rows in depth-first instead of call order."""
+    """Eq. 3 by brute force. Would catch positions that do not restart, blocks that leak, a q that later
+    blocks do not see (position_ids alone make transformers do so), and rows in depth-first instead of call
+    order."""
     prompts, actions, prefix = random_calls()
     for p, a, s in ((prompts, actions, prefix if share == "q" else share), (*deep_calls(), None)):
         packed = pack(p, a, s)
@@ -51,8 +91,8 @@ def test_every_action_token_has_its_state(share):
 
 
 def test_share_q_is_equation_4():
-    """share = |q| for one task is [q, x_0, a_0, x_1, a_1, ...] to the letter, a kept response standing twice, as action and as context,
-    and only the action in m_act (Eq. 6: masks by role would add the copies)."""
+    """share = |q| for one task is [q, x_0, a_0, x_1, a_1, ...] to the letter, a kept response standing twice,
+    as action and as context, and only the action in m_act (Eq. 6: masks by role would add the copies)."""
     q, prompts, actions = [1, 2], [[1, 2], [1, 2, 7, 8, 5], [1, 2, 7, 9, 5]], [[7, 8], [7, 9], [7]]
     packed = pack(prompts, actions, share=2)
     assert packed.input_ids.tolist() == q + [7, 8] + [7, 8, 5, 7, 9] + [7, 9, 5, 7]
@@ -62,17 +102,24 @@ def test_share_q_is_equation_4():
 
 
 def test_tree_shares_every_prefix_and_keeps_every_decision():
-    """An append-only agent is one chain; two calls that sampled the same token in the same state share a node and stay two decisions."""
+    """An append-only agent is one chain; two calls that sampled the same token in the same state share a node
+    and stay two decisions."""
     packed = pack([[1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6]], [[3], [5], [7, 8]])
-    assert packed.input_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8] and packed.position_ids.tolist() == list(range(8))
+    assert packed.input_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8] and packed.position_ids.tolist() == list(
+        range(8)
+    )
     twice = pack([[1, 2], [1, 2]], [[3, 4], [3, 5]])
     assert twice.input_ids.tolist() == [1, 2, 3, 4, 5] and twice.action_ids.tolist() == [3, 4, 3, 5]
-    assert twice.predict_idx.tolist() == [1, 2, 1, 2] and twice.action_mask.sum() == 3 and twice.call_idx.tolist() == [0, 0, 1, 1]
+    assert (
+        twice.predict_idx.tolist() == [1, 2, 1, 2]
+        and twice.action_mask.sum() == 3
+        and twice.call_idx.tolist() == [0, 0, 1, 1]
+    )
 
 
 def test_one_row_predicts_several_first_tokens():
-    """q = 1 2 3 and two calls with empty x that start 7 and 9: the row of 3 predicts both, and its gradient is the sum. Would catch
-    labels by position."""
+    """q = 1 2 3 and two calls with empty x that start 7 and 9: the row of 3 predicts both, and its gradient
+    is the sum. Would catch labels by position."""
     model = tiny()
     packed = pack([[1, 2, 3], [1, 2, 3]], [[7], [9]], share=3)
     assert packed.predict_idx.tolist() == [2, 2] and packed.action_ids.tolist() == [7, 9]
@@ -83,10 +130,17 @@ def test_one_row_predicts_several_first_tokens():
 
 def test_history_has_one_growing_context_and_the_same_rows():
     """[q, a_0, o_0, a_1, o_1] causal with running positions, (N,) in the order of `pack` of the calls."""
-    prefixes, actions, observations = [[1, 2], [1, 3]], [[[4, 5], [6]], [[7], [8, 9]]], [[[10], []], [[11, 12], [13]]]
+    prefixes, actions, observations = (
+        [[1, 2], [1, 3]],
+        [[[4, 5], [6]], [[7], [8, 9]]],
+        [[[10], []], [[11, 12], [13]]],
+    )
     packed = pack_history(prefixes, actions, observations)
     histories = [[1, 2, 4, 5, 10, 6], [1, 3, 7, 11, 12, 8, 9]]
-    expected = [(histories[t][:n], a) for t, n, a in ((0, 2, 4), (0, 3, 5), (0, 5, 6), (1, 2, 7), (1, 5, 8), (1, 6, 9))]
+    expected = [
+        (histories[t][:n], a)
+        for t, n, a in ((0, 2, 4), (0, 3, 5), (0, 5, 6), (1, 2, 7), (1, 5, 8), (1, 6, 9))
+    ]
     assert [([i for i, _ in state], a) for state, a in states(packed)] == expected
     assert all([p for _, p in state] == list(range(len(state))) for state, _ in states(packed))
     assert packed.call_idx.tolist() == [0, 0, 1, 2, 3, 3] and packed.action_ids.tolist() == [4, 5, 6, 7, 8, 9]
@@ -94,21 +148,32 @@ def test_history_has_one_growing_context_and_the_same_rows():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_block_mask_is_create_block_mask(seed):
-    """The analytic BlockMask in all four index sets, partial and full, rows and columns, on random trees with padding. Full tiles need
-    long runs without a branch, so some calls are long."""
+    """The analytic BlockMask in all four index sets, partial and full, rows and columns, on random trees with
+    padding. Full tiles need long runs without a branch, so some calls are long."""
     rng = random.Random(seed)
     q = random_ids(rng, 1, 400)
     prompts = [q + random_ids(rng, 0, 300 if seed % 2 else 20) for _ in range(rng.randint(1, 9))]
-    packed = pack(prompts, [random_ids(rng, 1, 90) for _ in prompts], share=rng.choice([None, len(q)]), pad_to=BLOCK * rng.choice([1, 4]))
+    packed = pack(
+        prompts,
+        [random_ids(rng, 1, 90) for _ in prompts],
+        share=rng.choice([None, len(q)]),
+        pad_to=BLOCK * rng.choice([1, 4]),
+    )
     S, end = len(packed.input_ids), packed.subtree_end
     ours = packed.block_mask
     reference = create_block_mask(lambda b, h, q, k: (k <= q) & (q < end[k]), None, None, S, S, device="cpu")
     assert ours.shape == reference.shape and S % BLOCK == 0
     for kind in ("kv", "full_kv", "q", "full_q"):
-        count, expected = getattr(ours, f"{kind}_num_blocks")[0, 0], getattr(reference, f"{kind}_num_blocks")[0, 0]
+        count, expected = (
+            getattr(ours, f"{kind}_num_blocks")[0, 0],
+            getattr(reference, f"{kind}_num_blocks")[0, 0],
+        )
         assert count.tolist() == expected.tolist(), kind
         for row, n in enumerate(count.tolist()):
-            assert getattr(ours, f"{kind}_indices")[0, 0, row, :n].tolist() == getattr(reference, f"{kind}_indices")[0, 0, row, :n].tolist()
+            assert (
+                getattr(ours, f"{kind}_indices")[0, 0, row, :n].tolist()
+                == getattr(reference, f"{kind}_indices")[0, 0, row, :n].tolist()
+            )
     if seed % 2:
         assert ours.full_kv_num_blocks.sum() > 0 and ours.kv_num_blocks.sum() > 0
 
@@ -116,7 +181,8 @@ def test_block_mask_is_create_block_mask(seed):
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_three_attentions_agree(kind):
-    """FlexAttention (forward: it has no backward on a CPU), segments and the dense mask; with more heads than key-value heads."""
+    """FlexAttention (forward: it has no backward on a CPU), segments and the dense mask; with more heads than
+    key-value heads."""
     model = tiny(kind)
     for prompts, actions in (random_calls()[:2], deep_calls()):
         packed = pack(prompts, actions, pad_to=3)
@@ -159,7 +225,8 @@ def test_gradient_checkpointing_carries_the_pack():
 
 
 def test_block_mask_made_in_inference_mode_can_be_trained_through_afterwards():
-    """A mask cached while scoring must not poison the update: the segments' masks are constants that backward may save."""
+    """A mask cached while scoring must not poison the update: the segments' masks are constants that backward
+    may save."""
     model, (prompts, actions, _) = tiny(), random_calls()
     packed = pack(prompts, actions)
     with torch.no_grad():
@@ -168,7 +235,8 @@ def test_block_mask_made_in_inference_mode_can_be_trained_through_afterwards():
 
 
 def test_without_a_pack_the_attention_is_sdpa():
-    """Left-padded batches keep their mask: an attention registered without a mask function loses it silently."""
+    """Left-padded batches keep their mask: an attention registered without a mask function loses it
+    silently."""
     ours, sdpa = tiny(), tiny(attention="sdpa")
     ids, mask = torch.tensor([[0, 0, 5, 6], [3, 4, 5, 6]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
     with torch.no_grad():
@@ -190,11 +258,19 @@ def test_buckets_are_few_and_tight():
     assert all(b <= 1.25 * n for n, b in enumerate(sizes, 1) if n > 1024) and len(set(sizes)) < 32
 
 
-@pytest.mark.parametrize("args, message", [
-    (([[1, 2], [1]], [[3], []]), "call 1: empty action"), (([[]], [[3]]), "call 0: empty prompt"), (([], []), "at least one call"),
-    (([[1]], [[2], [3]]), "1 prompts, 2 actions"), (([[1, 2, 3]], [[4, 5]], None, 4), r"call 0 has 3 \+ 2 tokens, over max_len = 4")])
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (([[1, 2], [1]], [[3], []]), "call 1: empty action"),
+        (([[]], [[3]]), "call 0: empty prompt"),
+        (([], []), "at least one call"),
+        (([[1]], [[2], [3]]), "1 prompts, 2 actions"),
+        (([[1, 2, 3]], [[4, 5]], None, 4), r"call 0 has 3 \+ 2 tokens, over max_len = 4"),
+    ],
+)
 def test_pack_refuses(args, message):
-    """Nothing is cut: a limit that would remove a conditioning or sampled token is an error that names the call."""
+    """Nothing is cut: a limit that would remove a conditioning or sampled token is an error that names the
+    call."""
     with pytest.raises(ValueError, match=message):
         pack(*args)
 
@@ -214,11 +290,21 @@ def bump(packed, name, i, by=1):
     return replace(packed, **{name: x})
 
 
-@pytest.mark.parametrize("name, message", [
-    ("input_ids", "input_ids"), ("position_ids", "position_ids"), ("subtree_end", "visibility"), ("predict_idx", "predict_idx"),
-    ("action_ids", "action_ids"), ("action_idx", "visibility|action_idx"), ("call_idx", "call order")])
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("input_ids", "input_ids"),
+        ("position_ids", "position_ids"),
+        ("subtree_end", "visibility"),
+        ("predict_idx", "predict_idx is off"),
+        ("action_ids", "action_ids"),
+        ("action_idx", "visibility|action_idx is not"),
+        ("call_idx", "call order"),
+    ],
+)
 def test_verify_names_a_corruption_anywhere(name, message):
-    """One unit off in any place of any field, up or down, is found and named (no call reads a padding token, so there is none)."""
+    """One unit off in any place of any field, up or down, is found and named (no call reads a padding token,
+    so there is none)."""
     prompts, actions, prefix = random_calls(tasks=2, calls=3)
     for share in (prefix, None):
         packed = pack(prompts, actions, share)
@@ -237,12 +323,25 @@ def test_verify_sees_swapped_calls():
 SMALL = {k: v for k, v in SHAPE.items() if k != "initializer_range"}
 
 
-@pytest.mark.parametrize("config, message", [
-    (MistralConfig(**SMALL, sliding_window=8), "sliding-window"), (Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=8, max_window_layers=0), "sliding-window"),
-    (Gemma2Config(**SMALL, head_dim=8, layer_types=["full_attention"] * 2), "softcap"),
-    (GptOssConfig(**SMALL, head_dim=8, num_local_experts=2, layer_types=["full_attention"] * 2), "sinks"),
-    (LlamaConfig(**SMALL, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}), "rotary"),
-    (Qwen2Config(**SMALL, attention_dropout=0.1), "dropout")])
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (MistralConfig(**SMALL, sliding_window=8), "sliding-window"),
+        (
+            Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=8, max_window_layers=0),
+            "sliding-window",
+        ),
+        (Gemma2Config(**SMALL, head_dim=8, layer_types=["full_attention"] * 2), "softcap"),
+        (GptOssConfig(**SMALL, head_dim=8, num_local_experts=2, layer_types=["full_attention"] * 2), "sinks"),
+        (
+            LlamaConfig(
+                **SMALL, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+            ),
+            "rotary",
+        ),
+        (Qwen2Config(**SMALL, attention_dropout=0.1), "dropout"),
+    ],
+)
 def test_models_that_packs_cannot_honour_are_refused_by_name(config, message):
     model = AutoModelForCausalLM.from_config(config, attn_implementation="packed").train()
     with pytest.raises(ValueError, match=message):
@@ -253,7 +352,16 @@ def test_dropout_is_fine_in_eval_mode_and_other_attentions_are_not():
     check_model(tiny(attention_dropout=0.1))
     with pytest.raises(ValueError, match='attn_implementation="packed"'):
         check_model(tiny(attention="sdpa"))
-    encoder = BertLMHeadModel(BertConfig(vocab_size=V, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, is_decoder=False))
+    encoder = BertLMHeadModel(
+        BertConfig(
+            vocab_size=V,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            is_decoder=False,
+        )
+    )
     encoder.config._attn_implementation = "packed"
     with pytest.raises(ValueError, match="encoder"):
         check_model(encoder.eval())

@@ -1,4 +1,5 @@
 """The shape of the project: arrows, leaves, equations, and a README that is true."""
+
 import ast
 import re
 import shutil
@@ -11,8 +12,15 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FILES = ["env", "rollout", "pack", "losses", "rce", "eval", "train"]
-ARROWS = {"env": set(), "rollout": set(), "pack": set(), "losses": set(), "rce": {"pack", "rollout", "env"}, "eval": {"env", "rollout"},
-          "train": {"env", "rollout", "pack", "losses", "rce", "eval"}}
+ARROWS = {
+    "env": set(),
+    "rollout": set(),
+    "pack": set(),
+    "losses": set(),
+    "rce": {"pack", "rollout", "env"},
+    "eval": {"env", "rollout"},
+    "train": {"env", "rollout", "pack", "losses", "rce", "eval"},
+}
 EQUATIONS = {"rollout": [1, 2], "pack": [3, 4, 6], "rce": [5], "losses": [7, 8, 9, 10, 11]}
 PACKAGES = {"torch", "transformers", "tqdm", "tokenizers"}  # tokenizers comes with transformers
 
@@ -42,7 +50,9 @@ def test_top_level_is_seven_files():
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
     if not tracked:
         pytest.skip("not a git checkout")
-    assert sorted(f for f in tracked if f.endswith(".py") and "/" not in f) == sorted(f"{n}.py" for n in FILES)
+    assert sorted(f for f in tracked if f.endswith(".py") and "/" not in f) == sorted(
+        f"{n}.py" for n in FILES
+    )
 
 
 @pytest.mark.parametrize("name", ["env", "rollout", "pack", "losses"])
@@ -71,12 +81,19 @@ def test_train_is_six_numbered_paragraphs_with_their_equations():
 
 @pytest.mark.parametrize("name", FILES)
 def test_public_functions_say_what_they_do(name):
-    """A docstring on every public function, method and class; `main` and one-line accessors excepted; no line over 140 columns."""
+    """A docstring on every public function, method and class; `main` and one-line accessors excepted; no line
+    over 120 columns."""
     for node in ast.walk(ast.parse(source(name))):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_") and node.col_offset in (0, 4):
+        if (
+            isinstance(node, (ast.FunctionDef, ast.ClassDef))
+            and not node.name.startswith("_")
+            and node.col_offset in (0, 4)
+        ):
             short = node.end_lineno - node.lineno < 4
-            assert short or node.name in ("main", "forward", "backward") or ast.get_docstring(node), f"{name}.{node.name}"
-    assert max(map(len, source(name).splitlines())) <= 140
+            assert short or node.name in ("main", "forward", "backward") or ast.get_docstring(node), (
+                f"{name}.{node.name}"
+            )
+    assert max(map(len, source(name).splitlines())) <= 120
 
 
 def test_packaging_installs_three_packages_and_no_module():
@@ -87,9 +104,11 @@ def test_packaging_installs_three_packages_and_no_module():
 
 
 def test_readme_is_true():
-    """Its picture is drawn by the code, its line counts and arrows are those of the files, and it knows every flag that it names."""
+    """Its picture is drawn by the code, its line counts and arrows are those of the files, and it knows every
+    flag that it names."""
     from pack import draw, example
     from train import Config
+
     readme = (ROOT / "README.md").read_text()
     assert draw(*example()) in readme
     for name in FILES:

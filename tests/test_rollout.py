@@ -1,4 +1,5 @@
 """Records, update rules, sampling, and the loop that joins them."""
+
 import json
 import math
 import random
@@ -9,19 +10,44 @@ import torch
 
 from env import STOP
 from rce import independent_logits
-from rollout import (Call, Trajectory, encode_prompt, full_response, generate, load_trajectories, mem1, retrieval_refresh, rollout,
-                     save_trajectories, sliding_window, stop_on, suffix_retention, summary_replacement, task_generators, train_tokenizer)
+from rollout import (
+    Call,
+    Trajectory,
+    encode_prompt,
+    full_response,
+    generate,
+    load_trajectories,
+    mem1,
+    retrieval_refresh,
+    rollout,
+    save_trajectories,
+    sliding_window,
+    stop_on,
+    suffix_retention,
+    summary_replacement,
+    task_generators,
+    train_tokenizer,
+)
 from test_rce import RULES, TOKENIZER, Env, step_all, trajectories
 from tiny import tiny
 
 GOOD = dict(prompt_ids=[1], action_ids=[2, 3], logprobs=[-0.5, -1.0], observation_ids=[])
 
 
-@pytest.mark.parametrize("change, message", [
-    (dict(logprobs=None), "2 action ids need as many logprobs"), (dict(logprobs=[-0.5]), "2 action ids need as many logprobs"),
-    (dict(action_ids=[], logprobs=[]), "empty action"), (dict(prompt_ids=[]), "at least one prompt id"),
-    (dict(logprobs=[-0.5, math.nan]), "finite"), (dict(reward=math.inf), "finite"), (dict(prompt_ids=[-1]), "prompt_ids must be a list of token ids"),
-    (dict(action_ids=[1.0, 2]), "action_ids must be"), (dict(observation_ids="abc"), "observation_ids must be")])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(logprobs=None), "2 action ids need as many logprobs"),
+        (dict(logprobs=[-0.5]), "2 action ids need as many logprobs"),
+        (dict(action_ids=[], logprobs=[]), "empty action"),
+        (dict(prompt_ids=[]), "at least one prompt id"),
+        (dict(logprobs=[-0.5, math.nan]), "finite"),
+        (dict(reward=math.inf), "finite"),
+        (dict(prompt_ids=[-1]), "prompt_ids must be a list of token ids"),
+        (dict(action_ids=[1.0, 2]), "action_ids must be"),
+        (dict(observation_ids="abc"), "observation_ids must be"),
+    ],
+)
 def test_call_refuses(change, message):
     """No None, no stale or missing log-prob flows on: the record is right or it is not made."""
     Call(**GOOD)
@@ -33,21 +59,41 @@ def test_trajectory_refuses():
     with pytest.raises(ValueError, match="no calls"):
         Trajectory("t", 1, [])
     with pytest.raises(ValueError, match="prompt of call 1 does not start with q"):
-        Trajectory("t", 2, [replace(Call(**GOOD), prompt_ids=[1, 2]), replace(Call(**GOOD), prompt_ids=[1, 3, 2])])
+        Trajectory(
+            "t", 2, [replace(Call(**GOOD), prompt_ids=[1, 2]), replace(Call(**GOOD), prompt_ids=[1, 3, 2])]
+        )
 
 
 def test_trajectories_come_back_exactly(tmp_path):
     """Ids and floats bit for bit, also where the sampled ids are not the tokenizer's own for that text."""
-    calls = [Call([1, 2], [5], [-0.1 - 1e-17], [7], 0.0), Call([1, 2, 5, 7], [6, 5], [-1 / 3, -2e-45], [], 1.5)]
+    calls = [
+        Call([1, 2], [5], [-0.1 - 1e-17], [7], 0.0),
+        Call([1, 2, 5, 7], [6, 5], [-1 / 3, -2e-45], [], 1.5),
+    ]
     original = [Trajectory("ü\n", 2, calls), *trajectories("mem1")]
     save_trajectories(tmp_path / "t.jsonl", original)
-    assert load_trajectories(tmp_path / "t.jsonl") == original and [p.name for p in tmp_path.iterdir()] == ["t.jsonl"]
+    assert load_trajectories(tmp_path / "t.jsonl") == original and [p.name for p in tmp_path.iterdir()] == [
+        "t.jsonl"
+    ]
 
 
-@pytest.mark.parametrize("line", [
-    "{", "[]", "null", "{}", '{"task_id": "a", "prefix_len": 1, "calls": []}', '"x"', "\x00", json.dumps({"question": "who?"}),
-    '{"task_id": "a", "prefix_len": 1, "calls": [{"prompt_ids": [1], "action_ids": [2], "logprobs": [], "observation_ids": []}]}',
-    '{"task_id": "a", "prefix_len": 1, "calls": [{"prompt_ids": [1], "action_ids": [2], "logprobs": [NaN], "observation_ids": []}]}'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[]",
+        "null",
+        "{}",
+        '{"task_id": "a", "prefix_len": 1, "calls": []}',
+        '"x"',
+        "\x00",
+        json.dumps({"question": "who?"}),
+        '{"task_id": "a", "prefix_len": 1, "calls": [{"prompt_ids": [1], "action_ids": [2], "logprobs": [], '
+        '"observation_ids": []}]}',
+        '{"task_id": "a", "prefix_len": 1, "calls": [{"prompt_ids": [1], "action_ids": [2], "logprobs": [NaN], '
+        '"observation_ids": []}]}',
+    ],
+)
 def test_a_damaged_line_is_named(tmp_path, line):
     path = tmp_path / "t.jsonl"
     save_trajectories(path, trajectories("mem1"))
@@ -57,48 +103,69 @@ def test_a_damaged_line_is_named(tmp_path, line):
 
 
 def test_update_rules_on_ids_one_can_see():
-    """Two turns, responses 1x, observations 9x. Would catch a memory that keeps earlier turns, or forgets them where it should not."""
+    """Two turns, responses 1x, observations 9x. Would catch a memory that keeps earlier turns, or forgets
+    them where it should not."""
     turns = [([10, 11], [90]), ([12, 13, 14], [91, 92])]
     assert mem1(turns) == [12, 13, 14, 91, 92]
     assert full_response(turns) == [10, 11, 90, 12, 13, 14, 91, 92]
-    assert suffix_retention(2)(turns) == [13, 14, 91, 92] and suffix_retention(9)(turns) == [12, 13, 14, 91, 92]
+    assert suffix_retention(2)(turns) == [13, 14, 91, 92] and suffix_retention(9)(turns) == [
+        12,
+        13,
+        14,
+        91,
+        92,
+    ]
     assert sliding_window(1)(turns) == mem1(turns) and sliding_window(2)(turns) == full_response(turns)
     assert retrieval_refresh(turns) == [91, 92, 12, 13, 14]
     summarise = summary_replacement(TOKENIZER)
     response = TOKENIZER.encode("x <think> a b </think> <search> c")
     assert TOKENIZER.decode(summarise([(response, [90])])[:-1]) == "<think> a b </think>"
-    assert TOKENIZER.decode(summarise([(TOKENIZER.encode(" no tags"), [90])])[:-1]) == "<think> no tags</think>"
+    assert (
+        TOKENIZER.decode(summarise([(TOKENIZER.encode(" no tags"), [90])])[:-1]) == "<think> no tags</think>"
+    )
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_prompts_are_recorded_as_they_were_read(rule):
-    """z_t seen by the sampler is the z_t recorded, for every call (not rebuilt afterwards), and starts with q."""
+    """z_t seen by the sampler is the z_t recorded, for every call (not rebuilt afterwards), and starts with
+    q."""
     for trajectory in trajectories(rule):
         q, turns = trajectory.calls[0].prompt_ids, []
         assert len(q) == trajectory.prefix_len
         for call in trajectory.calls:
-            assert call.prompt_ids[:len(q)] == q
+            assert call.prompt_ids[: len(q)] == q
             if turns and rule == "mem1":
                 assert call.prompt_ids == q + turns[-1]
             eos = call.action_ids[-1] == TOKENIZER.eos_token_id
-            turns.append(call.action_ids[:len(call.action_ids) - eos] + call.observation_ids)
+            turns.append(call.action_ids[: len(call.action_ids) - eos] + call.observation_ids)
 
 
 def test_stop_token_is_trained_and_not_remembered():
     """The sampled end token is part of a_t (it is a decision) and never of the next context."""
     eos = TOKENIZER.eos_token_id
-    (trajectory,) = rollout(lambda prompts, rows: ([[5, 6, eos]], [[-1.0] * 3]), TOKENIZER, [Env("a", 2)], step_all, mem1)
+    (trajectory,) = rollout(
+        lambda prompts, rows: ([[5, 6, eos]], [[-1.0] * 3]), TOKENIZER, [Env("a", 2)], step_all, mem1
+    )
     assert [c.action_ids for c in trajectory.calls] == [[5, 6, eos]] * 2
-    assert trajectory.calls[1].prompt_ids[trajectory.prefix_len:] == [5, 6] + trajectory.calls[0].observation_ids
+    assert (
+        trajectory.calls[1].prompt_ids[trajectory.prefix_len :]
+        == [5, 6] + trajectory.calls[0].observation_ids
+    )
 
 
 def test_sampled_ids_are_kept_as_sampled():
-    """h, e, l, l, o sampled one by one decodes to a text whose own encoding is one token: record and next context keep the five."""
+    """h, e, l, l, o sampled one by one decodes to a text whose own encoding is one token: record and next
+    context keep the five."""
     tokenizer = train_tokenizer(["hello hello hello"], 300)
     pieces = tokenizer.convert_tokens_to_ids(list("hello"))
     assert tokenizer.encode(tokenizer.decode(pieces)) != pieces
-    (trajectory,) = rollout(lambda prompts, rows: ([pieces], [[-1.0] * len(pieces)]), tokenizer, [Env("a", 2)], step_all, mem1)
-    assert trajectory.calls[0].action_ids == pieces and trajectory.calls[1].prompt_ids[trajectory.prefix_len:][:len(pieces)] == pieces
+    (trajectory,) = rollout(
+        lambda prompts, rows: ([pieces], [[-1.0] * len(pieces)]), tokenizer, [Env("a", 2)], step_all, mem1
+    )
+    assert (
+        trajectory.calls[0].action_ids == pieces
+        and trajectory.calls[1].prompt_ids[trajectory.prefix_len :][: len(pieces)] == pieces
+    )
 
 
 def test_rollout_refuses():
@@ -114,14 +181,26 @@ PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [1, 2]]
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_those_of_single_calls(kind, temperature):
-    """What is recorded is log softmax(logits / T) of an unpadded call, for every sampled token: left padding, cache and the rows that
-    leave the batch change nothing. Would catch log-probs at another temperature (ratios of 2)."""
+    """What is recorded is log softmax(logits / T) of an unpadded call, for every sampled token: left padding,
+    cache and the rows that leave the batch change nothing. Would catch log-probs at another temperature
+    (ratios of 2)."""
     model = tiny(kind)
-    ids, logprobs = generate(model, PROMPTS, 9, temperature, stop=lambda a: a[-1] % 4 == 0, generators=task_generators(0, 0, "abcd"))
+    ids, logprobs = generate(
+        model,
+        PROMPTS,
+        9,
+        temperature,
+        stop=lambda a: a[-1] % 4 == 0,
+        generators=task_generators(0, 0, "abcd"),
+    )
     assert len({len(a) for a in ids}) > 1 and all(a[-1] % 4 == 0 or len(a) == 9 for a in ids)
     assert not any(i % 4 == 0 for a in ids for i in a[:-1])
     for prompt, action, recorded in zip(PROMPTS, ids, logprobs):
-        expected = (independent_logits(model, prompt, action) / temperature).log_softmax(-1).gather(1, torch.tensor(action)[:, None])[:, 0]
+        expected = (
+            (independent_logits(model, prompt, action) / temperature)
+            .log_softmax(-1)
+            .gather(1, torch.tensor(action)[:, None])[:, 0]
+        )
         torch.testing.assert_close(torch.tensor(recorded), expected, rtol=0, atol=1e-4)
 
 
@@ -129,15 +208,24 @@ def test_greedy_is_the_models_own_generate():
     model = tiny(pad_token_id=0)
     ids, _ = generate(model, PROMPTS, 8, temperature=0)
     for prompt, action in zip(PROMPTS, ids):
-        expected = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=8, do_sample=False, eos_token_id=None)
-        assert action == expected[0, len(prompt):].tolist()
+        expected = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt)),
+            max_new_tokens=8,
+            do_sample=False,
+            eos_token_id=None,
+        )
+        assert action == expected[0, len(prompt) :].tolist()
 
 
 def test_samples_follow_the_softmax():
-    """4,000 first tokens against exact probabilities: chi-square over the tokens that are expected at least 5 times stays below its mean
-    by less than 5 standard deviations. Would catch top-p, top-k, and an off-by-one in the inverse of the cumulative sum."""
+    """4,000 first tokens against exact probabilities: chi-square over the tokens that are expected at least 5
+    times stays below its mean by less than 5 standard deviations. Would catch top-p, top-k, and an off-by-one
+    in the inverse of the cumulative sum."""
     model, n = tiny(initializer_range=0.15), 4000
-    ids, _ = generate(model, [[1, 2, 3]] * n, 1, 1.0, generators=task_generators(0, 0, [str(i) for i in range(n)]))
+    ids, _ = generate(
+        model, [[1, 2, 3]] * n, 1, 1.0, generators=task_generators(0, 0, [str(i) for i in range(n)])
+    )
     expected = independent_logits(model, [1, 2, 3], [0]).softmax(-1)[0] * n
     counts = torch.bincount(torch.tensor(ids)[:, 0], minlength=len(expected))
     often = expected >= 5
@@ -150,7 +238,9 @@ def test_noise_belongs_to_the_task():
     model, names = tiny(), ["a", "b", "c", "d"]
     ids, _ = generate(model, PROMPTS, 6, generators=task_generators(1, 2, names))
     order = [2, 0]
-    some, _ = generate(model, [PROMPTS[i] for i in order], 6, generators=task_generators(1, 2, [names[i] for i in order]))
+    some, _ = generate(
+        model, [PROMPTS[i] for i in order], 6, generators=task_generators(1, 2, [names[i] for i in order])
+    )
     assert some == [ids[i] for i in order]
     assert generate(model, PROMPTS, 6, generators=task_generators(1, 3, names))[0] != ids
     assert generate(model, PROMPTS, 6, generators=task_generators(2, 2, names))[0] != ids
@@ -174,23 +264,48 @@ def test_generate_refuses(prompts, new):
 
 
 def test_generate_under_any_cache_name():
-    """transformers renames `past_key_values` to `cache`; a forward that only knows the old name gets the old name."""
+    """transformers renames `past_key_values` to `cache`; a forward that only knows the old name gets the old
+    name."""
     model = tiny()
     expected = generate(model, PROMPTS, 5, temperature=0)
     forward = type(model).forward
-    def old(input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None, logits_to_keep=0):
-        return forward(model, input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=use_cache,
-                       logits_to_keep=logits_to_keep, cache=past_key_values)
+
+    def old(
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        use_cache=None,
+        logits_to_keep=0,
+    ):
+        return forward(
+            model,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            use_cache=use_cache,
+            logits_to_keep=logits_to_keep,
+            cache=past_key_values,
+        )
+
     model.forward = old
     assert generate(model, PROMPTS, 5, temperature=0) == expected
 
 
 def test_stop_is_about_text():
-    """A stop string counts in whatever tokens it comes, also with more text in its last token; its like does not."""
+    """A stop string counts in whatever tokens it comes, also with more text in its last token; its like does
+    not."""
     merged = train_tokenizer(["x</search>\ny </search>.z"] * 3, 400)
     stop = stop_on(merged, STOP)
-    for text, over in (("a </search>", True), ("a </search>\n", True), ("b </search>.z", True), ("c </answer>", True), ("</searc", False),
-                       ("<search>", False), ("</ search>", False)):
+    for text, over in (
+        ("a </search>", True),
+        ("a </search>\n", True),
+        ("b </search>.z", True),
+        ("c </answer>", True),
+        ("</searc", False),
+        ("<search>", False),
+        ("</ search>", False),
+    ):
         ids = merged.encode(text)
         assert stop(ids) is over, text
     assert stop([5, merged.eos_token_id]) and not stop([5])
@@ -208,5 +323,8 @@ def test_tokenizer_loses_nothing():
 def test_prompt_ends_with_the_generation_prompt_where_there_is_a_template():
     tokenizer = train_tokenizer(["user assistant"], 300)
     assert tokenizer.decode(encode_prompt(tokenizer, "hi")) == "hi"
-    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
     assert tokenizer.decode(encode_prompt(tokenizer, "hi")) == "[user]hi[assistant]"

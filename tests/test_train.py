@@ -1,4 +1,6 @@
-"""The training loop: what must be exact, what must be equal, and what a wrong flag or a kill leaves behind."""
+"""The training loop: what must be exact, what must be equal, and what a wrong flag or a kill leaves
+behind."""
+
 import json
 import os
 import signal
@@ -20,8 +22,22 @@ from rollout import load_trajectories, train_tokenizer
 from conftest import FAST, command
 from test_rce import TOKENIZER, trajectories
 from tiny import tiny
-from train import (Batch, Config, check_tokenizers, frozen, head, load_model, make_critic, pack_calls, pack_histories, parse_config,
-                   policy_scores, update_policy, values_of)
+from train import (
+    Batch,
+    Config,
+    check_tokenizers,
+    frozen,
+    head,
+    load_model,
+    make_critic,
+    pack_calls,
+    pack_histories,
+    parse_config,
+    policy_scores,
+    update_policy,
+    values_of,
+)
+
 
 def metrics(folder, stage=None):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -29,28 +45,51 @@ def metrics(folder, stage=None):
 
 
 def test_run_leaves_what_it_says(runs):
-    """Models that load anywhere with their tokenizer, metrics, trajectories, the table, two decoded episodes; nothing half-written."""
+    """Models that load anywhere with their tokenizer, metrics, trajectories, the table, two decoded episodes;
+    nothing half-written."""
     folder, out = runs
     assert sorted(p.name for p in (folder / "a").iterdir()) == [
-        "config.json", "metrics.jsonl", "student", "table.md", "teacher", "trajectories.jsonl", "warm_start"]
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder / "a/student"), AutoTokenizer.from_pretrained(folder / "a/student")
-    # AutoTokenizer replaces the tokenizer of some model types by the type's own, silently: the ids must be those of training
+        "config.json",
+        "metrics.jsonl",
+        "student",
+        "table.md",
+        "teacher",
+        "trajectories.jsonl",
+        "warm_start",
+    ]
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder / "a/student"),
+        AutoTokenizer.from_pretrained(folder / "a/student"),
+    )
+    # AutoTokenizer replaces the tokenizer saved with some model types by the type's own, without a word
     text = "<think> known next river of Guso </think> ( 9 ) 😀"
     trained = Tokenizer.from_file(str(folder / "a/student/tokenizer.json"))
-    assert tokenizer.encode(text) == trained.encode(text).ids and tokenizer.decode(tokenizer.encode(text)) == text
-    assert len(tokenizer) == model.config.vocab_size and tokenizer.encode("<think> known")[0] == tokenizer.get_vocab()["<think>"]
+    assert (
+        tokenizer.encode(text) == trained.encode(text).ids
+        and tokenizer.decode(tokenizer.encode(text)) == text
+    )
+    assert (
+        len(tokenizer) == model.config.vocab_size
+        and tokenizer.encode("<think> known")[0] == tokenizer.get_vocab()["<think>"]
+    )
     assert len(load_trajectories(folder / "a/trajectories.jsonl")) == 6
     assert len(metrics(folder / "a", "sft")) == 12 and len(metrics(folder / "a", "rl")) == 3
     stdout = out["a"].stdout
-    assert "before training" in stdout and "after training" in stdout and stdout.count("| Q1 |") == 3 and "| Q2 | teacher |" in stdout
+    assert (
+        "before training" in stdout
+        and "after training" in stdout
+        and stdout.count("| Q1 |") == 3
+        and "| Q2 | teacher |" in stdout
+    )
     assert "teacher |" not in out["none"].stdout
     config = json.loads((folder / "a/config.json").read_text())
     assert config["sft_steps"] == 12 and config["actor_lr"] == train_file.PRESETS["tiny"]["actor_lr"]
 
 
 def test_first_ratio_is_exactly_one_and_sampling_agrees(runs):
-    """Before the first update of a step the ratio is 1 in every token and nothing is clipped, after it not; what was sampled agrees with
-    the pack. Would catch a state that differs anywhere between rollout, old and new scores."""
+    """Before the first update of a step the ratio is 1 in every token and nothing is clipped, after it not;
+    what was sampled agrees with the pack. Would catch a state that differs anywhere between rollout, old and
+    new scores."""
     folder, _ = runs
     for name in ("a", "history", "none"):
         for m in metrics(folder / name, "rl"):
@@ -65,14 +104,16 @@ def test_same_seed_same_metrics(runs):
 
 
 def test_variants_share_all_but_the_teacher(runs):
-    """The matched control: same warm start and same first rollout; the teacher's KL differs once a memory was rewritten, and is 0 for PPO
-    alone."""
+    """The matched control: same warm start and same first rollout; the teacher's KL differs once a memory was
+    rewritten, and is 0 for PPO alone."""
     folder, _ = runs
     first = {name: metrics(folder / name, "rl")[0] for name in ("a", "history", "none")}
     for name in ("history", "none"):
         for key in ("reward", "calls", "action_tokens", "logp_mismatch", "first_max_logratio"):
             assert first[name][key] == pytest.approx(first["a"][key], abs=1e-6)
-    assert first["a"]["teacher_kl"] > 0 and abs(first["history"]["teacher_kl"] - first["a"]["teacher_kl"]) > 1e-4
+    assert (
+        first["a"]["teacher_kl"] > 0 and abs(first["history"]["teacher_kl"] - first["a"]["teacher_kl"]) > 1e-4
+    )
     assert first["none"]["teacher_kl"] == 0
 
 
@@ -89,7 +130,8 @@ def batch_of(student, critic, teacher, packs, config):
 
 @pytest.mark.parametrize("change", [dict(max_tokens=110), dict(share="q"), dict(share="q", max_tokens=150)])
 def test_gradients_depend_on_neither_packs_nor_share(change):
-    """Loss and gradient within 1e-5 relative: sums are divided by the N of the batch. Would catch a mean of means and a second division."""
+    """Loss and gradient within 1e-5 relative: sums are divided by the N of the batch. Would catch a mean of
+    means and a second division."""
     records, results = trajectories("mem1"), []
     base = replace(Config(), max_len=200, ppo_epochs=1, max_grad_norm=1e9, distill_coef=0.5, device="cpu")
     teacher = frozen(tiny(seed=1, vocab_size=len(TOKENIZER)))
@@ -99,11 +141,21 @@ def test_gradients_depend_on_neither_packs_nor_share(change):
         torch.nn.init.ones_(critic.score.weight)
         packs = pack_calls(records, config)
         grads = {}
+
         class Keep(torch.optim.SGD):
             def step(self):
                 grads[self] = [p.grad.clone() for group in self.param_groups for p in group["params"]]
+
         optimizers = [Keep(student.parameters(), lr=0), Keep(critic.parameters(), lr=0)]
-        found = update_policy(student, critic, optimizers, packs, batch_of(student, critic, teacher, packs, config), teacher, config)
+        found = update_policy(
+            student,
+            critic,
+            optimizers,
+            packs,
+            batch_of(student, critic, teacher, packs, config),
+            teacher,
+            config,
+        )
         results.append((found, [g for o in optimizers for g in grads[o]], len(packs)))
     (a, grads_a, n_a), (b, grads_b, n_b) = results
     assert n_a == 1 and (n_b > 1) == ("max_tokens" in change)
@@ -114,8 +166,9 @@ def test_gradients_depend_on_neither_packs_nor_share(change):
 
 
 def test_gae_with_two_trajectories_in_one_pack_in_interleaved_call_order():
-    """Calls a0 b0 a1 b1 in one pack: read V in call order, follow each trajectory by call_idx, and Eq. 9 is that of each trajectory packed
-    alone. Would catch physical order taken for time, and values that leak across."""
+    """Calls a0 b0 a1 b1 in one pack: read V in call order, follow each trajectory by call_idx, and Eq. 9 is
+    that of each trajectory packed alone. Would catch physical order taken for time, and values that leak
+    across."""
     model = make_critic(tiny())
     torch.nn.init.normal_(model.score.weight)
     calls = {"a": [([1, 2], [3, 4]), ([1, 2, 9], [5])], "b": [([1, 3], [3]), ([1, 3, 8, 9], [6, 7, 8])]}
@@ -125,7 +178,13 @@ def test_gae_with_two_trajectories_in_one_pack_in_interleaved_call_order():
         values = values_of(model, packed)
         owner = torch.tensor(["ab".index(name) for name, _ in order])[packed.call_idx]
         by_trajectory = owner.argsort(stable=True)
-        together, _ = gae(torch.ones(7), values[by_trajectory], torch.tensor([False] * 2 + [True] + [False] * 3 + [True]), 0.9, 0.8)
+        together, _ = gae(
+            torch.ones(7),
+            values[by_trajectory],
+            torch.tensor([False] * 2 + [True] + [False] * 3 + [True]),
+            0.9,
+            0.8,
+        )
         for name, part in (("a", slice(0, 3)), ("b", slice(3, 7))):
             alone = pack(*zip(*calls[name]))
             n = len(alone.action_ids)
@@ -137,17 +196,23 @@ def test_critic_shares_nothing_with_the_student():
     """A shared config flips the other's attention; a shared tensor trains both."""
     student = tiny()
     critic = make_critic(student)
-    assert critic.config is not student.config and critic.config.num_labels == 1 and not any(
-        isinstance(m, torch.nn.Dropout) and m.p for m in critic.modules())
+    assert (
+        critic.config is not student.config
+        and critic.config.num_labels == 1
+        and not any(isinstance(m, torch.nn.Dropout) and m.p for m in critic.modules())
+    )
     assert not {p.data_ptr() for p in critic.parameters()} & {p.data_ptr() for p in student.parameters()}
     packed = pack([[1, 2]], [[3, 4]])
     assert values_of(critic, packed).tolist() == [0, 0]
     torch.testing.assert_close(action_hidden(critic, packed), action_hidden(student, packed))
-    assert frozen(student).config is not student.config and not any(p.requires_grad for p in frozen(student).parameters())
+    assert frozen(student).config is not student.config and not any(
+        p.requires_grad for p in frozen(student).parameters()
+    )
 
 
 def test_history_packs_keep_the_order_of_the_calls():
-    """Teacher rows of the control line up with the aligned ones: same actions, same calls, and before the first rewrite the same state."""
+    """Teacher rows of the control line up with the aligned ones: same actions, same calls, and before the
+    first rewrite the same state."""
     records, config = trajectories("mem1"), replace(Config(), device="cpu")
     (aligned,), histories = pack_calls(records, config), pack_histories(records, config)
     assert torch.cat([h.action_ids for h in histories]).equal(aligned.action_ids)
@@ -159,11 +224,21 @@ def test_history_packs_keep_the_order_of_the_calls():
     assert (a - h).abs()[first:].max() > 0.1
 
 
-@pytest.mark.parametrize("args, message", [
-    (["--preset", "huge"], "invalid choice: 'huge'"), (["--distill", "both"], "invalid choice: 'both'"), (["--stepz", "3"], "stepz"),
-    (["--steps", "many"], "invalid int value: 'many'"), (["--steps", "0"], "--steps must be positive"), (["--horizons", "2,x"], "--horizons"),
-    (["--max_len", "100"], "leaves no room for a prompt"), (["--student", "x"], "needs a --teacher"),
-    (["--update", "forget"], "invalid choice: 'forget'"), (["--sft_student", "5000"], "--sft_student")])
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--preset", "huge"], "invalid choice: 'huge'"),
+        (["--distill", "both"], "invalid choice: 'both'"),
+        (["--stepz", "3"], "unknown arguments: --stepz 3"),
+        (["--steps", "many"], "invalid int value: 'many'"),
+        (["--steps", "0"], "--steps must be positive"),
+        (["--horizons", "2,x"], "--horizons"),
+        (["--max_len", "100"], "leaves no room for a prompt"),
+        (["--student", "x"], "go together"),
+        (["--update", "forget"], "invalid choice: 'forget'"),
+        (["--sft_student", "5000"], "--sft_student"),
+    ],
+)
 def test_wrong_flags_end_with_a_message(args, message, capsys):
     with pytest.raises(SystemExit) as stop:
         parse_config(args)
@@ -175,7 +250,13 @@ def test_help_explains_every_field():
     text = " ".join(command("--help").stdout.split())
     for name, field in Config.__dataclass_fields__.items():
         assert f"--{name}" in text and " ".join(field.metadata["help"].split())[:40] in text, name
-    for symbol in ("lambda of Eq. 11", "alpha of Eq. 11", "beta of Eq. 8", "epsilon of Eq. 10", "gamma of Eq. 9"):
+    for symbol in (
+        "lambda of Eq. 11",
+        "alpha of Eq. 11",
+        "beta of Eq. 8",
+        "epsilon of Eq. 10",
+        "gamma of Eq. 9",
+    ):
         assert symbol in text
 
 
@@ -194,11 +275,27 @@ def test_an_existing_run_is_never_overwritten(tmp_path):
 
 
 def test_models_from_folders(tmp_path):
-    """--student and --teacher skip the warm start; another width and vocabulary padding of the teacher are fine, another tokenizer is not."""
-    for name, model in (("student", tiny("llama", vocab_size=300)), ("teacher", tiny("llama", vocab_size=310, hidden_size=64))):
+    """--student and --teacher skip the warm start; another width and vocabulary padding of the teacher are
+    fine, another tokenizer is not."""
+    for name, model in (
+        ("student", tiny("llama", vocab_size=300)),
+        ("teacher", tiny("llama", vocab_size=310, hidden_size=64)),
+    ):
         model.save_pretrained(tmp_path / name)
         TOKENIZER.save_pretrained(tmp_path / name)
-    args = [*FAST, "--max_len", "2000", "--run", "r", "--steps", "1", "--student", "student", "--teacher", "teacher"]
+    args = [
+        *FAST,
+        "--max_len",
+        "2000",
+        "--run",
+        "r",
+        "--steps",
+        "1",
+        "--student",
+        "student",
+        "--teacher",
+        "teacher",
+    ]
     out = command(*args, cwd=tmp_path)
     assert out.returncode == 0, out.stderr
     assert metrics(tmp_path / "r", "rl")[0]["teacher_kl"] > 0 and not (tmp_path / "r/warm_start").exists()
@@ -207,7 +304,9 @@ def test_models_from_folders(tmp_path):
     train_tokenizer(["quite another text"], 280).save_pretrained(tmp_path / "teacher")
     out = command(*args, "--run", "r3", cwd=tmp_path)
     assert out.returncode == 1 and "different tokenizers" in out.stderr and "Traceback" not in out.stderr
-    out = command(*args, "--run", "r4", "--teacher", "nowhere", cwd=tmp_path, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    out = command(
+        *args, "--run", "r4", "--teacher", "nowhere", cwd=tmp_path, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+    )
     assert out.returncode == 1 and "nowhere" in out.stderr and "Traceback" not in out.stderr
     tiny("llama", vocab_size=100).save_pretrained(tmp_path / "student")
     with pytest.raises(ValueError, match="the model only 100"):
@@ -216,25 +315,40 @@ def test_models_from_folders(tmp_path):
 
 def test_tokenizers_are_compared_by_id():
     check_tokenizers(TOKENIZER, TOKENIZER)
-    with pytest.raises(ValueError, match="is id .* for the student and"):
+    with pytest.raises(ValueError, match="is id .* to the student,"):
         check_tokenizers(TOKENIZER, train_tokenizer(["z y x w"], 290))
 
 
 @pytest.mark.parametrize("moment", ["sft", "rl", "save"])
 def test_sigint_leaves_whole_files(tmp_path, moment):
-    """Killed in the warm start, in a step and while a model is saved: every line of metrics.jsonl parses, no temporary file stays, and
-    what is called a model loads."""
-    process = subprocess.Popen([sys.executable, train_file.__file__, *FAST, "--run", "r", "--steps", "1000", "--save_every", "1"],
-                               cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    """Killed in the warm start, in a step and while a model is saved: every line of metrics.jsonl parses, no
+    temporary file stays, and what is called a model loads."""
+    process = subprocess.Popen(
+        [sys.executable, train_file.__file__, *FAST, "--run", "r", "--steps", "1000", "--save_every", "1"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     run, deadline = tmp_path / "r", time.time() + 120
+
     def reached():
         text = (run / "metrics.jsonl").read_text() if (run / "metrics.jsonl").exists() else ""
-        return {"sft": '"sft"' in text, "rl": text.count('"rl"') >= 2, "save": '"rl"' in text and any(run.glob(".saving-*/new"))}[moment]
+        return {
+            "sft": '"sft"' in text,
+            "rl": text.count('"rl"') >= 2,
+            "save": '"rl"' in text and any(run.glob(".saving-*/new")),
+        }[moment]
+
     while not reached() and process.poll() is None and time.time() < deadline:
         time.sleep(0.002)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 1 and "interrupted; what was computed so far is in r" in stderr and "Traceback" not in stderr
+    assert (
+        process.returncode == 1
+        and "interrupted; what was computed so far is in r" in stderr
+        and "Traceback" not in stderr
+    )
     assert metrics(run) and all("stage" in m for m in metrics(run))
     assert not [p for p in run.iterdir() if p.name.startswith(".") or p.suffix == ".part"]
     for folder in run.iterdir():

@@ -1,4 +1,5 @@
 """Random models and calls small enough to think about, for all tests."""
+
 import random
 
 import torch
@@ -7,8 +8,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 import pack  # noqa: F401  registers the attention
 
 V = 61
-SHAPE = dict(vocab_size=V, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-             initializer_range=0.4)  # large weights, so that logits reach 5 and a wrong state is far off
+SHAPE = dict(
+    vocab_size=V,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    initializer_range=0.4,
+)  # large weights, so that logits reach 5 and a wrong state is far off
 
 
 def tiny(kind="qwen2", seed=0, attention="packed", **changes):
@@ -23,7 +31,8 @@ def random_ids(rng, low, high):
 
 
 def random_calls(seed=0, tasks=3, calls=4, vocab=V):
-    """(prompts, actions, prefix lengths) of several tasks that share a protocol text; the first x is empty, as in Eq. 2."""
+    """(prompts, actions, prefix lengths) of several tasks that share a protocol text; the first x is empty,
+    as in Eq. 2."""
     rng = random.Random(seed)
     protocol, prompts, actions, prefix = random_ids(rng, 3, 6), [], [], []
     for _ in range(tasks):
