@@ -91,7 +91,7 @@ class Packed:
         """The same mask for SDPA: the lengths of the tree's segments, and for each the segments that it sees, itself
         last, with a mask. A segment is a run without a branch: its tokens see the same ancestors, and each other
         causally."""
-        S, end = len(self.input_ids), self.subtree_end
+        end = self.subtree_end
         turns = torch.nonzero(end[1:] != end[:-1])[:, 0] + 1
         bounds = torch.cat([end.new_zeros(1), turns, end]).unique()
         starts, lengths, ends = bounds[:-1].tolist(), bounds.diff().tolist(), end[bounds[:-1]].tolist()
@@ -207,14 +207,18 @@ def pack_history(prefixes: list[list[int]], actions: list[list[list[int]]],
                    action_idx=packed.action_idx[rows], call_idx=torch.tensor(call_idx))
 
 
-def split(prompts: list[list[int]], actions: list[list[int]], max_tokens: int) -> list[slice]:
-    """Cut the calls, in order, into runs whose packs hold at most max_tokens each; what a call shares with the one
-    before it counts once. A single call over the budget is refused with a ValueError."""
+def split(prompts: list[list[int]], actions: list[list[int]], max_tokens: int,
+          share: int | list[int] | None = None) -> list[slice]:
+    """Cut the calls, in order, into runs whose packs hold at most max_tokens each; what a call shares (see `pack`) with
+    the one before it counts once. A single call over the budget is refused with a ValueError."""
+    share = share if isinstance(share, list) else [share] * len(prompts)
+    limit = [len(prompt) + len(action) if s is None else s for prompt, action, s in zip(prompts, actions, share)]
     runs, start, used, before = [], 0, 0, []
     for c, call in enumerate(map(list.__add__, prompts, actions)):
         if len(call) > max_tokens:
             raise ValueError(f"call {c} has {len(call)} tokens, over the max_tokens = {max_tokens} of a pack; raise it")
-        common = next((i for i, (a, b) in enumerate(zip(call, before)) if a != b), min(len(call), len(before)))
+        most = min(len(before), limit[c], limit[c - 1])
+        common = next((i for i in range(most) if call[i] != before[i]), most)
         if used + len(call) - common > max_tokens:
             runs.append(slice(start, c))
             start, used, common = c, 0, 0

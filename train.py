@@ -50,6 +50,7 @@ def flag(default, text: str):
 
 @dataclass(frozen=True)
 class Config:
+    """Every hyper-parameter, with the symbol and the source of its value; `PRESETS` change some."""
     preset: Literal["tiny"] = flag("tiny", "a named set of defaults; flags override it")
     run: str = flag("runs/tiny", "folder for models, metrics and trajectories; must not exist yet")
     seed: int = flag(0, "of everything random")
@@ -295,7 +296,7 @@ def pack_calls(trajectories: list[Trajectory], config: Config) -> list[Packed]:
     prompts, actions = [c.prompt_ids for c in calls], [c.action_ids for c in calls]
     shared = [t.prefix_len if config.share == "q" else None for t in trajectories for _ in t.calls]
     return [pack(prompts[run], actions[run], shared[run], config.max_len).to(config.device)
-            for run in split(prompts, actions, config.max_tokens)]
+            for run in split(prompts, actions, config.max_tokens, shared)]
 
 
 def pack_histories(trajectories: list[Trajectory], config: Config) -> list[Packed]:
@@ -323,7 +324,7 @@ def update_policy(student, critic, optimizers, packs: list[Packed], batch: Batch
     """Eq. 7, 10 and 11 and the value loss: `ppo_epochs` updates on the whole batch, and the metrics of the last one.
     Sums over packs are divided by the N of the batch, so neither max_tokens nor share changes the result."""
     N, first = len(batch.logp_old), {}
-    for epoch in range(config.ppo_epochs):
+    for _ in range(config.ppo_epochs):
         metrics = defaultdict(float)
         for packed, part in zip(packs, batch.split([len(p.action_ids) for p in packs])):
             logp, entropy, kl = policy_scores(student, packed, config.temperature, part.teacher_hidden, teacher)

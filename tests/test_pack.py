@@ -275,12 +275,17 @@ def test_pack_refuses(args, message):
         pack(*args)
 
 
-def test_split_keeps_order_and_budget():
-    prompts, actions, _ = random_calls(tasks=6, calls=5)
-    runs = split(prompts, actions, 60)
-    assert [c for run in runs for c in range(run.start, run.stop)] == list(range(30)) and len(runs) > 2
-    assert all(len(pack(prompts[run], actions[run]).input_ids) <= 60 for run in runs)
-    with pytest.raises(ValueError, match="call 0 has .* over max_tokens = 3"):
+@pytest.mark.parametrize("share", ["q", None])
+def test_split_keeps_order_and_budget(share):
+    """Every call once, in order, and no pack over the budget, also where calls have sampled the same tokens that
+    only a tree shares."""
+    prompts, actions, prefix = random_calls(tasks=6, calls=5)
+    prompts, actions, prefix = [x[:1] * 6 + x for x in (prompts, actions, prefix)]
+    limits = prefix if share == "q" else [None] * len(prompts)
+    runs = split(prompts, actions, 60, limits)
+    assert [c for run in runs for c in range(run.start, run.stop)] == list(range(36)) and len(runs) > 2
+    assert all(len(pack(prompts[run], actions[run], limits[run]).input_ids) <= 60 for run in runs)
+    with pytest.raises(ValueError, match="call 0 has .* over the max_tokens = 3"):
         split(prompts, actions, 3)
 
 

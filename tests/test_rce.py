@@ -15,7 +15,7 @@ from pack import action_hidden, pack
 from rce import compare, independent_logits, rce
 from rollout import Call, Trajectory, rollout, save_trajectories, train_tokenizer, update_rules
 from test_pack import deep_calls
-from tiny import V, random_calls, random_ids, tiny
+from tiny import V, random_calls, tiny
 
 TOKENIZER = train_tokenizer(["<think> a b </think> c"], 270)
 RULES = [

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train as train_file
 from losses import gae
 from pack import action_hidden, pack
-from rollout import load_trajectories, train_tokenizer
+from env import ToyWiki
+from rollout import load_trajectories, rollout, scripted, train_tokenizer
 from conftest import FAST, command
 from test_rce import TOKENIZER, trajectories
 from tiny import tiny
@@ -27,7 +27,6 @@ from train import (
     Config,
     check_tokenizers,
     frozen,
-    head,
     load_model,
     make_critic,
     pack_calls,
@@ -103,18 +102,40 @@ def test_same_seed_same_metrics(runs):
     assert strip(metrics(folder / "a")) == strip(metrics(folder / "b"))
 
 
-def test_variants_share_all_but_the_teacher(runs):
-    """The matched control: same warm start and same first rollout; the teacher's KL differs once a memory was
-    rewritten, and is 0 for PPO alone."""
-    folder, _ = runs
-    first = {name: metrics(folder / name, "rl")[0] for name in ("a", "history", "none")}
-    for name in ("history", "none"):
-        for key in ("reward", "calls", "action_tokens", "logp_mismatch", "first_max_logratio"):
-            assert first[name][key] == pytest.approx(first["a"][key], abs=1e-6)
-    assert (
-        first["a"]["teacher_kl"] > 0 and abs(first["history"]["teacher_kl"] - first["a"]["teacher_kl"]) > 1e-4
+def test_variants_share_all_but_the_teacher(tmp_path, monkeypatch):
+    """The matched control: from the same models and the same episodes (the expert's, of several calls) everything before the
+    update is equal but the teacher's KL; and PPO alone has none."""
+    tokenizer = train_tokenizer(train_file.toy_texts(), 600)
+    for name, seed in (("student", 0), ("teacher", 1)):
+        tiny("llama", seed=seed, vocab_size=len(tokenizer)).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    monkeypatch.setattr(
+        train_file,
+        "rollout",
+        lambda sample, tok, envs, *rest: rollout(scripted(ToyWiki.expert, tok, envs), tok, envs, *rest),
     )
-    assert first["none"]["teacher_kl"] == 0
+    first = {}
+    for variant in ("aligned", "history", "none"):
+        flags = f"--distill {variant} --student {tmp_path}/student --teacher {tmp_path}/teacher --run {tmp_path}/{variant}"
+        config = parse_config(
+            [*flags.split(), *"--steps 1 --ppo_epochs 1 --tasks_per_step 3 --eval_questions 0".split()]
+        )
+        train_file.train(replace(config, max_len=2000, max_new_tokens=16, device="cpu"))
+        (first[variant],) = metrics(tmp_path / variant, "rl")
+    assert first["aligned"]["calls"] > 6
+    for name in ("history", "none"):
+        for key in (
+            "reward",
+            "calls",
+            "action_tokens",
+            "logp_mismatch",
+            "first_max_logratio",
+            "ppo_loss",
+            "entropy",
+        ):
+            assert first[name][key] == pytest.approx(first["aligned"][key], abs=1e-6)
+    assert first["aligned"]["teacher_kl"] > 0 and first["none"]["teacher_kl"] == 0
+    assert abs(first["history"]["teacher_kl"] - first["aligned"]["teacher_kl"]) > 0.01
 
 
 def batch_of(student, critic, teacher, packs, config):
