@@ -60,19 +60,19 @@ class Passage:
 
 
 class SqliteRetriever:
-    """BM25 over passages in SQLite's FTS5: in memory by default, or in the file `path`."""
+    """BM25 over passages, in SQLite's FTS5, in memory."""
 
-    MAX_WORDS = 64  # of a query; FTS5 parses no longer ones, and no good query has more
+    MAX_WORDS = 64  # FTS5 fails on much longer queries, and no good one has more
 
-    def __init__(self, passages: list[Passage], path: str = ":memory:"):
-        self.db = sqlite3.connect(path)
+    def __init__(self, passages: list[Passage]):
+        self.db = sqlite3.connect(":memory:")
         with self.db:
             self.db.execute("CREATE VIRTUAL TABLE passage USING fts5(title, text)")
             self.db.executemany("INSERT INTO passage VALUES (?, ?)", ((p.title, p.text) for p in passages))
 
     def search(self, queries: list[str], k: int) -> list[list[Passage]]:
-        """The k best passages for each query, best first; none where no word of it occurs. Any text is a legal query:
-        it is read as a bag of words, each quoted, so that FTS5 sees none of its operators in it."""
+        """The k best passages for each query, best first; none where no word of it occurs. Any text is a legal query: its
+        first MAX_WORDS distinct words count, each quoted, so that FTS5 sees none of its operators in them."""
         return [self._search(query, k) for query in queries]
 
     def _search(self, query: str, k: int) -> list[Passage]:

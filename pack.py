@@ -41,9 +41,15 @@ from transformers.masking_utils import sdpa_mask
 BLOCK = 128  # FlexAttention's tile; several of its open faults need a length that is no multiple of it
 
 
+def kept(make):
+    """A property that is made when first asked for, and kept; also under inference_mode made so that a later update can
+    train through it."""
+    return cached_property(torch.inference_mode(False)(make))
+
+
 @dataclass(frozen=True)
 class Packed:
-    """Calls packed into one sequence; the masks are made when first asked for, and kept."""
+    """Calls packed into one sequence, and what its visibility looks like to each kind of attention."""
     input_ids: torch.Tensor      # (S,) y of Eq. 4
     position_ids: torch.Tensor   # (S,) rho: the position in the token's own call
     subtree_end: torch.Tensor    # (S,) V: q sees k  <=>  k <= q < subtree_end[k]
@@ -52,13 +58,13 @@ class Packed:
     action_idx: torch.Tensor     # (N,) m_act as a list: where the sampled token stands
     call_idx: torch.Tensor       # (N,) which of the calls given it belongs to
 
-    @cached_property
+    @kept
     def action_mask(self) -> torch.Tensor:
         """(S,) bool, m_act of Eq. 6. In a tree two calls that sampled the same token in the same state share its
         place and stay two decisions, so the sum can be below N."""
         return torch.zeros_like(self.input_ids, dtype=torch.bool).index_fill(0, self.action_idx, True)
 
-    @cached_property
+    @kept
     def dense_mask(self) -> torch.Tensor:
         """(S, S) bool, the readable reference: True where row q sees column k."""
         place = torch.arange(len(self.input_ids), device=self.input_ids.device)
@@ -66,7 +72,7 @@ class Packed:
         not_later, within_its_subtree = k <= q, q < self.subtree_end
         return not_later & within_its_subtree
 
-    @cached_property
+    @kept
     def block_mask(self) -> BlockMask:
         """The same mask for FlexAttention, with no S x S work. S must be a multiple of BLOCK.
 
@@ -86,7 +92,7 @@ class Packed:
         return BlockMask.from_kv_blocks(*listed(some & ~every), *listed(every), BLOCK_SIZE=BLOCK, seq_lengths=(S, S),
                                         mask_mod=lambda b, h, q, k: (k <= q) & (q < end[k]))
 
-    @cached_property
+    @kept
     def segments(self) -> tuple[list[int], list[tuple[list[int], torch.Tensor | None]]]:
         """The same mask for SDPA: the lengths of the tree's segments, and for each the segments that it sees, itself
         last, with a mask. A segment is a run without a branch: its tokens see the same ancestors, and each other
@@ -296,6 +302,8 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     for name in ("softcap", "s_aux", *(["sliding_window"] if pack else [])):
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(module).__name__} asks for {name}, which packed attention does not compute")
+    if pack is None and attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:
+        raise ValueError(f"{type(module).__name__} was not handed the pack: its model drops keyword arguments")
     if pack is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     if dropout:
@@ -341,10 +349,10 @@ def action_hidden(model, packed: Packed, backend: str | None = None) -> torch.Te
     if backend == "flex":
         packed = pad(packed, bucket(len(packed.input_ids)))
     # without a 4-D stand-in for a mask, transformers reads documents into the positions and cuts blocks off from q
+    stand_in = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device)
     hidden = model.base_model(
-        input_ids=packed.input_ids[None], position_ids=packed.position_ids[None], use_cache=False,
-        attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device),
-        pack=partial(BACKENDS[backend], packed)).last_hidden_state                                         # (1, S, H)
+        input_ids=packed.input_ids[None], position_ids=packed.position_ids[None], attention_mask=stand_in,
+        use_cache=False, pack=partial(BACKENDS[backend], packed)).last_hidden_state                     # (1, S, H)
     return hidden[0, packed.predict_idx]
 
 

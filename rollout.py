@@ -238,6 +238,9 @@ def rollout(sample: Callable, tokenizer, envs: list, step_all: Callable, update:
                         f"task {envs[i].task.id}, call {len(calls[i])}: the prompt has {len(prompt)} tokens and only "
                         f"{max_prompt_len} fit; raise max_len, or keep or retrieve less")
             ids, logprobs = sample(prompts, live)
+            if not len(ids) == len(logprobs) == len(live):
+                raise ValueError(f"sample returned {len(ids)} responses and {len(logprobs)} logprobs "
+                                 f"for {len(live)} prompts")
             results = step_all([envs[i] for i in live], [tokenizer.decode(a, skip_special_tokens=True) for a in ids])
             for i, prompt, action, logp, result in zip(live, prompts, ids, logprobs, results, strict=True):
                 observation, reward, _ = result

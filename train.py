@@ -119,6 +119,12 @@ def parse_config(args: list[str] | None = None) -> Config:
         problems.append(f"--horizons takes question counts such as 2,8,16, not {config.horizons!r}")
     if not 1 <= config.sft_student <= config.sft_steps:
         problems.append(f"--sft_student {config.sft_student} is no step of --sft_steps {config.sft_steps}")
+    if config.hidden_size % 32 or config.hidden_size <= 0:
+        problems.append(f"--hidden_size {config.hidden_size} is no multiple of the heads' width, 32")
+    try:
+        torch.empty(0, device=config.device)
+    except (RuntimeError, AssertionError) as error:
+        problems.append(f"--device {config.device} is not there: {str(error).splitlines()[0]}")
     if config.max_len <= config.max_new_tokens:
         problems.append(f"--max_len {config.max_len} leaves no room for a prompt beside --max_new_tokens "
                         f"{config.max_new_tokens}")

@@ -224,14 +224,16 @@ def test_gradient_checkpointing_carries_the_pack():
     torch.testing.assert_close(*grads)
 
 
-def test_block_mask_made_in_inference_mode_can_be_trained_through_afterwards():
-    """A mask cached while scoring must not poison the update: the segments' masks are constants that backward
-    may save."""
+def test_masks_made_in_inference_mode_can_be_trained_through_afterwards():
+    """A mask that scoring made and kept must not poison the update."""
     model, (prompts, actions, _) = tiny(), random_calls()
-    packed = pack(prompts, actions)
-    with torch.no_grad():
-        action_hidden(model, packed)
-    action_hidden(model, packed).sum().backward()
+    packed = pack(prompts, actions, pad_to=BLOCK)
+    with torch.inference_mode():
+        action_hidden(model, packed), action_hidden(model, packed, "dense"), packed.block_mask
+    for backend in ("segments", "dense"):
+        action_hidden(model, packed, backend).sum().backward()
+    assert not any(mask.is_inference() for _, mask in packed.segments[1] if mask is not None)
+    assert not packed.block_mask.kv_indices.is_inference()
 
 
 def test_without_a_pack_the_attention_is_sdpa():
@@ -244,6 +246,14 @@ def test_without_a_pack_the_attention_is_sdpa():
         alone = ours(input_ids=torch.tensor([[5, 6]])).logits
     assert torch.equal(a, b)
     torch.testing.assert_close(a[0, 2:], alone[0], rtol=0, atol=1e-4)
+
+
+def test_a_model_that_drops_the_pack_is_refused():
+    """Else its tokens would all see each other, without a word."""
+    with pytest.raises(ValueError, match="was not handed the pack"):
+        tiny().base_model(
+            input_ids=torch.tensor([[1, 2, 3]]), attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool), use_cache=False
+        )
 
 
 def test_padding_sees_itself_only():

@@ -120,3 +120,15 @@ def test_readme_is_true():
     assert set(re.findall(r"--(\w+)", readme)) - known <= {"no_whiten_advantages", "help", "branch"}
     ci = (ROOT / ".ci/run").read_text()
     assert "README.md" in ci
+
+
+def test_readme_example_runs(tmp_path):
+    """The block that people copy, on a tiny model in the place of the run's."""
+    from tiny import tiny
+
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    tiny().save_pretrained(tmp_path / "model")
+    assert "runs/tiny/student" in code
+    code = code.replace("runs/tiny/student", str(tmp_path / "model"))
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert out.returncode == 0 and "tensor([0, 0, 1])" in out.stdout, out.stderr

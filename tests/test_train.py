@@ -258,6 +258,8 @@ def test_history_packs_keep_the_order_of_the_calls():
         (["--student", "x"], "go together"),
         (["--update", "forget"], "invalid choice: 'forget'"),
         (["--sft_student", "5000"], "--sft_student"),
+        (["--device", "toaster"], "--device toaster is not there"),
+        (["--hidden_size", "40"], "no multiple"),
     ],
 )
 def test_wrong_flags_end_with_a_message(args, message, capsys):
