@@ -21,10 +21,12 @@ import json
 import os
 import random
 import re
+import signal
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Literal
@@ -101,7 +103,7 @@ class Config:
 
 PRESETS = {"tiny": dict(
     steps=50, tasks_per_step=48, max_new_tokens=128, max_len=640, max_tokens=8192, distill_coef=1.0, ppo_epochs=2,
-    actor_lr=6e-4, critic_lr=1e-3)}
+    actor_lr=2e-4, critic_lr=1e-3)}
 
 
 def parse_config(args: list[str] | None = None) -> Config:
@@ -366,6 +368,20 @@ def rollout_metrics(envs: list, trajectories: list[Trajectory], packs: list[Pack
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
+@contextmanager
+def uninterrupted():
+    """Hold SIGINT back until the block is done, so that a file that is being written gets whole."""
+    caught = []
+    before = signal.signal(signal.SIGINT, lambda *_: caught.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if caught:
+        raise KeyboardInterrupt
+
+
+@uninterrupted()
 def save(folder: Path, *parts) -> None:
     """`save_pretrained` all parts, whole or not at all: into a temporary folder beside it, then renamed."""
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".saving-") as temporary:
@@ -383,8 +399,10 @@ def open_run(config: Config) -> tuple[Path, Callable]:
         run.mkdir(parents=True)
     except FileExistsError:
         raise ValueError(f"{run} exists already; choose another folder with --run, or remove it") from None
-    (run / "config.json").write_text(json.dumps(asdict(config), indent=1) + "\n")
+    with uninterrupted():
+        (run / "config.json").write_text(json.dumps(asdict(config), indent=1) + "\n")
 
+    @uninterrupted()
     def log(**metrics):
         with open(run / "metrics.jsonl", "a") as f:
             f.write(json.dumps(metrics) + "\n")
@@ -471,13 +489,16 @@ def train(config: Config) -> None:
                    "{entropy:.3f}  clipfrac {clipfrac:.3f}  logp_mismatch {logp_mismatch:.0e}".format(**metrics))
         if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
             save(run / "student", student, tokenizer)
-            save_trajectories(run / "trajectories.jsonl", trajectories)
+            with uninterrupted():
+                save_trajectories(run / "trajectories.jsonl", trajectories)
 
     show(student, tokenizer, config, "after training")
     if config.eval_questions:
         models = {"warm_start": reference, "student": student, **({"teacher": teacher} if teacher else {})}
-        (run / "table.md").write_text(report(models, tokenizer, config) + "\n")
-        print((run / "table.md").read_text(), end="")
+        result = report(models, tokenizer, config)
+        with uninterrupted():
+            (run / "table.md").write_text(result + "\n")
+        print(result)
 
 
 def main() -> None:

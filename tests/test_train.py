@@ -342,6 +342,16 @@ def test_tokenizers_are_compared_by_id():
         check_tokenizers(TOKENIZER, train_tokenizer(["z y x w"], 290))
 
 
+def test_uninterrupted_delays_and_does_not_lose():
+    """SIGINT in the middle of a write arrives after it."""
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        with train_file.uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            done.append("written")
+    assert done == ["written"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 @pytest.mark.parametrize("moment", ["sft", "rl", "save"])
 def test_sigint_leaves_whole_files(tmp_path, moment):
     """Killed in the warm start, in a step and while a model is saved: every line of metrics.jsonl parses, no
