@@ -65,7 +65,8 @@ class _ActionScores(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logp, grad_entropy, grad_kl):
         hidden, head, action_ids, *teacher = ctx.saved_tensors
-        grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros_like(head)
+        grad_hidden = torch.empty_like(hidden)
+        grad_head = torch.zeros_like(head, dtype=torch.promote_types(head.dtype, torch.float32))
         for rows, logp, common_logp, log_ratio in _chunks(hidden, head, *teacher, ctx.temperature, ctx.chunk):
             grad, p = torch.zeros_like(logp), logp.exp()  # (rows, V)
             if grad_logp is not None:     # d log pi(a) / dz = onehot(a) - p
@@ -80,7 +81,7 @@ class _ActionScores(torch.autograd.Function):
             grad = (grad / ctx.temperature).to(head.dtype)
             grad_hidden[rows] = grad @ head
             grad_head += grad.T @ hidden[rows]
-        return grad_hidden, grad_head, None, None, None, None, None
+        return grad_hidden, grad_head.to(head.dtype), None, None, None, None, None
 
 
 def _chunks(hidden, head, teacher_hidden, teacher_head, temperature, chunk):
