@@ -10,7 +10,7 @@
 """
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -49,12 +49,12 @@ def evaluate(model, tokenizer, envs: list[SearchEnv], update: str = "mem1", max_
             "seconds": seconds / n}, trajectories
 
 
-def table(rows: list[tuple[str, str, dict[str, float]]]) -> str:
-    """Markdown: one line for each (set, model, metrics)."""
-    lines = ["| set | model | EM | F1 | peak | dependency | s / task |", "|---|---|---|---|---|---|---|"]
-    lines += [f"| {name} | {model} | {m['em']:.3f} | {m['f1']:.3f} | {m['peak']:.0f} | {m['dependency']:.0f} "
-              f"| {m['seconds']:.3f} |" for name, model, m in rows]
-    return "\n".join(lines)
+def table(rows: Iterable[tuple[str, str, dict[str, float]]]) -> Iterator[str]:
+    """The lines of a Markdown table, as soon as each (set, model, metrics) is known."""
+    yield from ("| set | model | EM | F1 | peak | dependency | s / task |", "|---|---|---|---|---|---|---|")
+    for name, model, m in rows:
+        yield (f"| {name} | {model} | {m['em']:.3f} | {m['f1']:.3f} | {m['peak']:.0f} | {m['dependency']:.0f} "
+               f"| {m['seconds']:.3f} |")
 
 
 def load(path: str, device: str):
@@ -80,7 +80,8 @@ def main():
     if min(args.horizons) < 1 or args.questions < 1:
         parser.error("--horizons and --questions must be positive")
     try:
-        print(table(list(rows(args))))
+        for line in table(rows(args)):
+            print(line, flush=True)
     except ValueError as error:
         raise SystemExit(f"eval.py: {error}") from None
 

@@ -25,7 +25,7 @@ import signal
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -418,16 +418,14 @@ def show(student, tokenizer, config: Config, when: str) -> None:
                f"{format_trajectory(trajectory, tokenizer)}\n")
 
 
-def report(models: dict, tokenizer, config: Config) -> str:
-    """The last table: every model on every horizon, on the same held-out tasks."""
-    rows = []
+def compare_models(models: dict, tokenizer, config: Config) -> Iterator[tuple[str, str, dict]]:
+    """The rows of the last table: every model on every horizon, on the same held-out tasks."""
     for k in map(int, config.horizons.split(",")):
         for name, model in models.items():
             envs = toy_envs("test", max(1, config.eval_questions // k), k)
             metrics, _ = evaluate(model, tokenizer, envs, config.update, config.max_new_tokens, config.max_len,
                                   progress=f"Q{k}, {name}")
-            rows.append((f"Q{k}", name, metrics))
-    return table(rows)
+            yield f"Q{k}", name, metrics
 
 
 # ---- the run ---------------------------------------------------------------------------------------------------------
@@ -495,7 +493,7 @@ def train(config: Config) -> None:
     show(student, tokenizer, config, "after training")
     if config.eval_questions:
         models = {"warm_start": reference, "student": student, **({"teacher": teacher} if teacher else {})}
-        result = report(models, tokenizer, config)
+        result = "\n".join(table(compare_models(models, tokenizer, config)))
         with uninterrupted():
             (run / "table.md").write_text(result + "\n")
         print(result)

@@ -56,9 +56,13 @@ def test_batches_do_not_change_scores():
 
 
 def test_table_is_markdown():
-    text = table([("Q2", "student", dict(em=1.5, f1=1.625, peak=200.4, dependency=12345.4, seconds=0.5))])
-    assert text.splitlines()[-1] == "| Q2 | student | 1.500 | 1.625 | 200 | 12345 | 0.500 |"
-    assert len({line.count("|") for line in text.splitlines()}) == 1
+    """One column a metric; and each row comes as soon as it is known."""
+    metrics = dict(em=1.5, f1=1.625, peak=200.4, dependency=12345.4, seconds=0.5)
+    header, rule, row = table([("Q2", "student", metrics)])
+    assert row == "| Q2 | student | 1.500 | 1.625 | 200 | 12345 | 0.500 |"
+    assert header.count("|") == rule.count("|") == row.count("|")
+    endless = table(("Q2", "student", metrics) for _ in iter(int, 1))
+    assert [next(endless) for _ in range(4)][3] == row
 
 
 def test_command(runs):
