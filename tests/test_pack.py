@@ -252,7 +252,9 @@ def test_a_model_that_drops_the_pack_is_refused():
     """Else its tokens would all see each other, without a word."""
     with pytest.raises(ValueError, match="was not handed the pack"):
         tiny().base_model(
-            input_ids=torch.tensor([[1, 2, 3]]), attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool), use_cache=False
+            input_ids=torch.tensor([[1, 2, 3]]),
+            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool),
+            use_cache=False,
         )
 
 

@@ -171,7 +171,9 @@ def test_sampled_ids_are_kept_as_sampled():
 def test_rollout_refuses():
     with pytest.raises(ValueError, match="task list is empty"):
         rollout(None, TOKENIZER, [], step_all, mem1)
-    with pytest.raises(ValueError, match="1 responses and 1 logprobs for 2 prompts"):  # an engine that loses a request
+    with pytest.raises(
+        ValueError, match="1 responses and 1 logprobs for 2 prompts"
+    ):  # an engine that loses a request
         rollout(lambda prompts, rows: ([[5]], [[0.0]]), TOKENIZER, [Env("a", 1), Env("b", 1)], step_all, mem1)
     with pytest.raises(ValueError, match="task a, call 0: the prompt has .* tokens and only 3 fit"):
         rollout(None, TOKENIZER, [Env("a", 1)], step_all, mem1, max_prompt_len=3)

@@ -25,6 +25,7 @@ from tiny import tiny
 from train import (
     Batch,
     Config,
+    advantages_of,
     check_tokenizers,
     frozen,
     load_model,
@@ -184,6 +185,36 @@ def test_gradients_depend_on_neither_packs_nor_share(change):
         assert a[key] == pytest.approx(b[key], rel=1e-5, abs=1e-6), key
     for x, y in zip(grads_a, grads_b, strict=True):
         assert (x - y).norm() <= 1e-5 * max(x.norm(), 1e-3)
+
+
+def test_rewards_stand_on_the_last_token_of_their_call_and_stay_in_their_trajectory():
+    """Eq. 8 and 9 on three episodes with reward 1 a call: with gamma = lambda = 1, V = 0 and the policy at its reference,
+    a token's advantage is the number of calls of its own trajectory from its own on; the penalty is beta times the
+    growth that is still to come; whitened it has mean 0 and deviation 1."""
+    records = trajectories("mem1")
+    tokens = [(t, i) for t in records for i, call in enumerate(t.calls) for _ in call.action_ids]
+    expected = torch.tensor([float(len(t.calls) - i) for t, i in tokens])
+    zero = torch.zeros(len(tokens))
+    config = replace(Config(), whiten_advantages=False, kl_coef=0.5)
+    advantages, returns = advantages_of(records, zero, zero, zero, config)
+    assert advantages.equal(expected) and returns.equal(expected)
+    last_only, _ = advantages_of(records, zero, zero, zero, replace(config, gamma=0.0))
+    assert last_only.nonzero()[:, 0].tolist() == [
+        n for n, (x, y) in enumerate(zip(tokens, [*tokens[1:], None])) if x != y
+    ]
+    penalised, _ = advantages_of(records, zero, zero - 1, zero, replace(config, gamma=0.0))
+    torch.testing.assert_close(penalised, last_only - 0.5)
+    white, _ = advantages_of(records, zero, zero, zero, Config())
+    torch.testing.assert_close(white, (expected - expected.mean()) / expected.std(correction=0))
+
+
+def test_curriculum_and_schedule():
+    """Short tasks first, every length on the way, none beyond the horizon; a learning rate that is never 0."""
+    lengths = [train_file.sft_longest(step / 1000, 16) for step in range(1000)]
+    assert lengths == sorted(lengths) and set(lengths) == set(range(3, 17)) and lengths.count(3) > 300
+    assert {train_file.sft_longest(p, 2) for p in (0.0, 0.5, 1.0)} == {2}
+    rates = [train_file.sft_lr(step / 1000) for step in range(1001)]
+    assert 0 < min(rates) and max(rates) == 1.0 and rates[0] < 0.1 and rates[-1] < 0.1
 
 
 def test_gae_with_two_trajectories_in_one_pack_in_interleaved_call_order():
