@@ -76,7 +76,7 @@ class SqliteRetriever:
         return [self._search(query, k) for query in queries]
 
     def _search(self, query: str, k: int) -> list[Passage]:
-        words = list(dict.fromkeys(re.findall(r"\w+", query.lower())))[:self.MAX_WORDS]
+        words = list(dict.fromkeys(re.findall(r"\w+", query)))[:self.MAX_WORDS]
         if not words:
             return []
         match = " OR ".join(f'"{word}"' for word in words)

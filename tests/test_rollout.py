@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from env import STOP
 from rce import independent_logits
@@ -238,16 +239,31 @@ def test_samples_follow_the_softmax():
 
 
 def test_noise_belongs_to_the_task():
-    """What a task samples depends on (seed, step, task), not on who shares its batch, nor in which order."""
+    """What a task samples depends on (seed, step, task), not on who shares its batch, in which order, or who has left it."""
     model, names = tiny(), ["a", "b", "c", "d"]
-    ids, _ = generate(model, PROMPTS, 6, generators=task_generators(1, 2, names))
-    order = [2, 0]
-    some, _ = generate(
-        model, [PROMPTS[i] for i in order], 6, generators=task_generators(1, 2, [names[i] for i in order])
-    )
-    assert some == [ids[i] for i in order]
-    assert generate(model, PROMPTS, 6, generators=task_generators(1, 3, names))[0] != ids
-    assert generate(model, PROMPTS, 6, generators=task_generators(2, 2, names))[0] != ids
+
+    def run(rows, seed=1, step=2):
+        generators = task_generators(seed, step, [names[i] for i in rows])
+        return generate(
+            model, [PROMPTS[i] for i in rows], 9, stop=lambda a: a[-1] % 3 == 0, generators=generators
+        )[0]
+
+    ids = run([0, 1, 2, 3])
+    assert len({len(a) for a in ids}) > 1
+    assert run([2, 0]) == [ids[2], ids[0]] and [run([i])[0] for i in range(4)] == ids
+    assert run([0, 1, 2, 3], step=3) != ids != run([0, 1, 2, 3], seed=2)
+
+
+def test_left_padding_and_absolute_positions():
+    """With rotary positions a constant shift of a padded row would go unseen; learned ones show it."""
+    torch.manual_seed(0)
+    shape = dict(vocab_size=61, n_embd=32, n_layer=2, n_head=2, n_positions=64, initializer_range=0.3)
+    model = GPT2LMHeadModel(GPT2Config(**shape, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)).eval()
+    ids, logprobs = generate(model, PROMPTS, 6, generators=task_generators(0, 0, "abcd"))
+    for prompt, action, recorded in zip(PROMPTS, ids, logprobs):
+        logp = independent_logits(model, prompt, action).log_softmax(-1)
+        expected = logp.gather(1, torch.tensor(action)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(recorded), expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("training", [True, False])
