@@ -71,7 +71,7 @@ class SqliteRetriever:
             self.db.executemany("INSERT INTO passage VALUES (?, ?)", ((p.title, p.text) for p in passages))
 
     def search(self, queries: list[str], k: int) -> list[list[Passage]]:
-        """The k best passages for each query, best first; none where no word of it occurs. Any text is a query: its first
+        """The k best passages for each query, best first; none where no word of it occurs. Any text is legal: its first
         MAX_WORDS distinct words count, each quoted, so that FTS5 sees none of its operators in them."""
         return [self._search(query, k) for query in queries]
 

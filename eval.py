@@ -57,13 +57,13 @@ def table(rows: Iterable[tuple[str, str, dict[str, float]]]) -> Iterator[str]:
                f"| {m['seconds']:.3f} |")
 
 
-def load(path: str, device: str):
-    """(model, tokenizer) of a folder or hub name. Raises ValueError where there is none."""
+def load(path: str, device: str, attention: str = "sdpa") -> tuple:
+    """(tokenizer, causal model) of a folder or hub name. Raises ValueError where there is none."""
     try:
-        return AutoModelForCausalLM.from_pretrained(path).to(device), AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        return tokenizer, AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention).to(device)
     except OSError as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"{path}: neither a run folder of train.py nor a loadable model ({reason})") from None
+        raise ValueError(f"{path}: no model and tokenizer to load there ({str(error).splitlines()[0]})") from None
 
 
 def main():
@@ -93,7 +93,7 @@ def rows(args) -> Iterator[tuple[str, str, dict[str, float]]]:
     models = models or {run.name: args.model}
     for k in args.horizons:
         for name, path in models.items():
-            model, tokenizer = load(path, args.device)
+            tokenizer, model = load(path, args.device)
             envs = toy_envs("test", max(1, args.questions // k), k)
             metrics, _ = evaluate(model, tokenizer, envs, args.update, args.max_new_tokens, args.max_len,
                                   args.batch_size, progress=f"Q{k}, {name}")

@@ -51,18 +51,18 @@ class Equivalence:
 def compare(model, packs: list[Packed], calls: list[Call], names: list[str] | None = None) -> Equivalence:
     """Eq. 5 for packs that hold `calls` in order, one call's (len(a), V) logits at a time."""
     names, head = names or [f"call {c}" for c in range(len(calls))], model.get_output_embeddings().weight
-    hidden = torch.cat([action_hidden(model, packed) for packed in packs])                     # (N, H)
-    error, largest, same, worst, start = -1.0, 0.0, 0, "", 0
-    for name, call in zip(names, calls):
-        independent = independent_logits(model, call.prompt_ids, call.action_ids)              # (len(a), V)
-        packed_logits = hidden[start:start + len(call.action_ids)] @ head.T
-        start += len(call.action_ids)
-        per_token = (packed_logits - independent).abs().amax(-1)
+    hidden = torch.cat([action_hidden(model, packed) for packed in packs])               # (N, H)
+    errors, places, largest, same = [], [], 0.0, 0
+    for name, call, rows in zip(names, calls, hidden.split([len(call.action_ids) for call in calls])):
+        independent = independent_logits(model, call.prompt_ids, call.action_ids)        # (len(a), V)
+        packed_logits = rows @ head.T
+        errors.append((packed_logits - independent).abs().amax(-1))
+        places += [f"{name}, token {k}" for k in range(len(rows))]
         largest = max(largest, independent.abs().max().item())
         same += (packed_logits.argmax(-1) == independent.argmax(-1)).sum().item()
-        if not per_token.max() <= error:  # so that a NaN counts as the worst of all
-            error, worst = per_token.max().item(), f"{name}, token {per_token.argmax().item()}"
-    return Equivalence(len(calls), len(hidden), error, largest, same, worst)
+    errors = torch.cat(errors)                                                           # (N,)
+    worst = errors.argmax().item()  # a NaN anywhere is the worst of all
+    return Equivalence(len(calls), len(hidden), errors[worst].item(), largest, same, places[worst])
 
 
 def rce(model, trajectories: list[Trajectory], share: str = "tree", max_tokens: int = 8192) -> Equivalence:

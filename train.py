@@ -33,11 +33,10 @@ from typing import Literal
 
 import torch
 from tqdm import tqdm
-from transformers import (AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer, HfArgumentParser,
-                          LlamaConfig)
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, HfArgumentParser, LlamaConfig
 
 from env import STOP, ToyWiki, step_all, toy_envs
-from eval import evaluate, table
+from eval import evaluate, load, table
 from losses import action_scores, actor_loss, gae, ppo_loss, token_rewards, value_loss, whiten
 from pack import Packed, action_hidden, check_model, pack, pack_history, split
 from rce import rce
@@ -141,11 +140,8 @@ def parse_config(args: list[str] | None = None) -> Config:
 
 def load_model(path: str, device: str) -> tuple:
     """(tokenizer, causal model with packed attention, float32). Raises ValueError if packs cannot be run on it."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="packed", dtype=torch.float32).to(device)
-    except OSError as error:
-        raise ValueError(f"{path}: no model and tokenizer to load there ({str(error).splitlines()[0]})") from None
+    tokenizer, model = load(path, device, attention="packed")
+    model = model.float()
     check_model(model)
     if len(tokenizer) > model.config.vocab_size:
         raise ValueError(f"{path}: the tokenizer has {len(tokenizer)} tokens, the model only {model.config.vocab_size}")

@@ -85,7 +85,7 @@ def test_command(runs):
     out = run("a/nothing")
     assert (
         out.returncode == 1
-        and "a/nothing: neither a run folder" in out.stderr
+        and "a/nothing: no model and tokenizer" in out.stderr
         and "Traceback" not in out.stderr
     )
     out = run("a", "--horizons", "0")

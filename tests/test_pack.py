@@ -218,7 +218,8 @@ def test_gradient_checkpointing_carries_the_pack():
     for checkpointing in (False, True):
         model = tiny().train()
         if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+            enable({"use_reentrant": False})
         (action_hidden(model, pack(prompts, actions)) ** 2).sum().backward()
         grads.append(model.model.layers[0].mlp.up_proj.weight.grad)
     torch.testing.assert_close(*grads)

@@ -99,11 +99,18 @@ def test_corrupt_states_break_rce_by_orders_of_magnitude():
 
 
 def test_nan_fails():
-    """A comparison with `>` passes NaN by."""
+    """A comparison with `>` passes NaN by, and a running maximum forgets it: in all calls, and in the first alone."""
     model, calls = tiny(vocab_size=len(TOKENIZER)), trajectories("mem1")
     with torch.no_grad():
         model.model.norm.weight[0] = torch.nan
     assert not rce(model, calls).holds(1e-5)
+    model, prompts, actions = tiny(), [[1, 9, 2], [1, 3, 4]], [[5, 6], [7]]
+    with torch.no_grad():
+        model.model.embed_tokens.weight[9] = torch.nan
+    found = compare(
+        model, [pack(prompts, actions)], [Call(p, a, [0.0] * len(a), []) for p, a in zip(prompts, actions)]
+    )
+    assert not found.holds(1e-5) and found.worst.startswith("call 0")
 
 
 def test_independent_logits_are_a_plain_call():

@@ -1,5 +1,6 @@
 """Records, update rules, sampling, and the loop that joins them."""
 
+import inspect
 import json
 import math
 import random
@@ -283,32 +284,21 @@ def test_generate_refuses(prompts, new):
         generate(tiny(), prompts, new)
 
 
-def test_generate_under_any_cache_name():
-    """transformers renames `past_key_values` to `cache`; a forward that only knows the old name gets the old
-    name."""
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_generate_under_any_cache_name(name):
+    """transformers renames `past_key_values` to `cache`; a forward that only knows one of them gets that one."""
     model = tiny()
     expected = generate(model, PROMPTS, 5, temperature=0)
     forward = type(model).forward
+    theirs = "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
 
-    def old(
-        input_ids=None,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        use_cache=None,
-        logits_to_keep=0,
-    ):
-        return forward(
-            model,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            use_cache=use_cache,
-            logits_to_keep=logits_to_keep,
-            cache=past_key_values,
-        )
+    def both(kept, **kwargs):
+        return forward(model, **kwargs, **{theirs: kept})
 
-    model.forward = old
+    model.forward = {
+        "cache": lambda cache=None, **kwargs: both(cache, **kwargs),
+        "past_key_values": lambda past_key_values=None, **kwargs: both(past_key_values, **kwargs),
+    }[name]
     assert generate(model, PROMPTS, 5, temperature=0) == expected
 
 
