@@ -104,7 +104,10 @@ def full_response(turns: Turns) -> list[int]:
 
 def suffix_retention(n: int) -> Callable[[Turns], list[int]]:
     """The last n tokens of the last response, and the last observation."""
-    return lambda turns: turns[-1][0][-n:] + turns[-1][1]
+    def update(turns):
+        response, observation = turns[-1]
+        return response[max(0, len(response) - n):] + observation
+    return update
 
 
 def summary_replacement(tokenizer, opening: str = "<think>", closing: str = "</think>") -> Callable[[Turns], list[int]]:
@@ -119,7 +122,7 @@ def summary_replacement(tokenizer, opening: str = "<think>", closing: str = "</t
 
 def sliding_window(n: int) -> Callable[[Turns], list[int]]:
     """The last n turns, whole."""
-    return lambda turns: full_response(turns[-n:])
+    return lambda turns: full_response(turns[max(0, len(turns) - n):])
 
 
 def retrieval_refresh(turns: Turns) -> list[int]:
@@ -164,9 +167,7 @@ def generate(model, prompts: list[list[int]], max_new_tokens: int, temperature: 
     least float32. A row that stops leaves the batch. generators: one for each prompt, see `task_generators`."""
     if not prompts or not all(prompts) or max_new_tokens < 1:
         raise ValueError("generate needs at least one prompt, no empty prompt, and max_new_tokens >= 1")
-    device, training = model.device, model.training
-    model.eval()
-    longest = max(map(len, prompts))
+    device, longest, training = model.device, max(map(len, prompts)), model.training
     input_ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)           # (B, L)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)     # (B, L)
     noise = torch.stack([torch.rand(max_new_tokens, dtype=torch.float64, generator=g)
@@ -176,6 +177,7 @@ def generate(model, prompts: list[list[int]], max_new_tokens: int, temperature: 
     cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     ids, logprobs = [[] for _ in prompts], [[] for _ in prompts]
     live = list(range(len(prompts)))
+    model.eval()
     try:
         for step in range(max_new_tokens):
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1]:]

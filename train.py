@@ -40,8 +40,8 @@ from eval import evaluate, load, table
 from losses import action_scores, actor_loss, gae, ppo_loss, token_rewards, value_loss, whiten
 from pack import Packed, action_hidden, check_model, pack, pack_history, split
 from rce import rce
-from rollout import (Trajectory, format_trajectory, generate, mem1, rollout, save_trajectories, scripted, stop_on,
-                     task_generators, train_tokenizer, update_rules)
+from rollout import (Trajectory, format_trajectory, generate, rollout, save_trajectories, scripted, stop_on, task_generators,
+                     train_tokenizer, update_rules)
 
 
 def flag(default, text: str):
@@ -229,7 +229,7 @@ def warm_start(config: Config, run: Path, log: Callable) -> tuple:
     """One run of SFT on the toy makes both models, the student after `sft_student` steps and the teacher at the end:
     (tokenizer, student, teacher)."""
     tokenizer = train_tokenizer(toy_texts(), config.vocab_size)
-    model = toy_model(tokenizer, config)
+    model, update = toy_model(tokenizer, config), update_rules(tokenizer)[config.update]
     matrices = [p for p in model.base_model.layers.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if not any(p is m for m in matrices)]
     optimizers = [torch.optim.Muon(matrices, lr=0.01, weight_decay=0),
@@ -240,7 +240,7 @@ def warm_start(config: Config, run: Path, log: Callable) -> tuple:
         longest = sft_longest(step / config.sft_steps, config.sft_horizon)
         while sum(len(env.task.questions) for env in envs) < config.sft_questions:
             envs += toy_envs(f"sft-{config.seed}-{len(envs)}", 1, rng.randint(1, longest), seed=step)
-        trajectories = rollout(scripted(ToyWiki.expert, tokenizer, envs), tokenizer, envs, step_all, mem1)
+        trajectories = rollout(scripted(ToyWiki.expert, tokenizer, envs), tokenizer, envs, step_all, update)
         calls = [call for trajectory in trajectories for call in trajectory.calls]
         packed = pack([c.prompt_ids for c in calls], [c.action_ids for c in calls]).to(config.device)
         loss, accuracy = sft_loss(model, packed)
