@@ -40,8 +40,8 @@ from eval import evaluate, load, table
 from losses import action_scores, actor_loss, gae, ppo_loss, token_rewards, value_loss, whiten
 from pack import Packed, action_hidden, check_model, pack, pack_history, split
 from rce import rce
-from rollout import (Trajectory, format_trajectory, generate, rollout, save_trajectories, scripted, stop_on, task_generators,
-                     train_tokenizer, update_rules)
+from rollout import (Trajectory, format_trajectory, generate, rollout, save_trajectories, scripted, stop_on,
+                     task_generators, train_tokenizer, update_rules)
 
 
 def flag(default, text: str):
