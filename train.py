@@ -329,7 +329,7 @@ def update_policy(student, critic, optimizers, packs: list[Packed], batch: Batch
     Sums over packs are divided by the N of the batch, so neither max_tokens nor share changes the result."""
     N, first = len(batch.logp_old), {}
     for _ in range(config.ppo_epochs):
-        metrics = defaultdict(float)
+        metrics, logratios = defaultdict(float), []
         for packed, part in zip(packs, batch.split([len(p.action_ids) for p in packs])):
             logp, entropy, kl = policy_scores(student, packed, config.temperature, part.teacher_hidden, teacher)
             ppo, approx_kl, clipfrac = ppo_loss(logp, part.logp_old, part.advantages, config.clip_coef)
@@ -339,7 +339,8 @@ def update_policy(student, critic, optimizers, packs: list[Packed], batch: Batch
             for name, x in (("ppo_loss", ppo), ("entropy", entropy), ("teacher_kl", kl), ("approx_kl", approx_kl),
                             ("clipfrac", clipfrac), ("value_loss", value)):
                 metrics[name] += x.sum().item() / N
-            metrics["max_logratio"] = max(metrics["max_logratio"], (logp - part.logp_old).abs().max().item())
+            logratios.append((logp.detach() - part.logp_old).abs().max())
+        metrics["max_logratio"] = torch.stack(logratios).max().item()
         for name, model in (("actor", student), ("critic", critic)):
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
             metrics[f"{name}_grad_norm"] = norm.item()

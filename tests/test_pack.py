@@ -290,8 +290,8 @@ def test_pack_refuses(args, message):
 
 @pytest.mark.parametrize("share", ["q", None])
 def test_split_keeps_order_and_budget(share):
-    """Every call once, in order, and no pack over the budget, also where calls have sampled the same tokens that
-    only a tree shares."""
+    """Every call once, in order, and no pack over the budget, also where calls have sampled the same tokens
+    that only a tree shares."""
     prompts, actions, prefix = random_calls(tasks=6, calls=5)
     prompts, actions, prefix = [x[:1] * 6 + x for x in (prompts, actions, prefix)]
     limits = prefix if share == "q" else [None] * len(prompts)

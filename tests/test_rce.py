@@ -99,7 +99,8 @@ def test_corrupt_states_break_rce_by_orders_of_magnitude():
 
 
 def test_nan_fails():
-    """A comparison with `>` passes NaN by, and a running maximum forgets it: in all calls, and in the first alone."""
+    """A comparison with `>` passes NaN by, and a running maximum forgets it: in all calls, and in the first
+    alone."""
     model, calls = tiny(vocab_size=len(TOKENIZER)), trajectories("mem1")
     with torch.no_grad():
         model.model.norm.weight[0] = torch.nan

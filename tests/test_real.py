@@ -1,5 +1,5 @@
-"""A real language model and a real tokenizer, where the environment names them: MEMOPD_MODEL is a folder with a small instruct
-model, MEMOPD_TOKENIZER one with Qwen2.5's tokenizer."""
+"""A real language model and a real tokenizer, where the environment names them: MEMOPD_MODEL is a folder with
+a small instruct model, MEMOPD_TOKENIZER one with Qwen2.5's tokenizer."""
 
 import os
 
@@ -20,8 +20,9 @@ def folder(variable):
 
 
 def test_rce_and_sampling_on_a_real_model():
-    """Three calls a task of a 135M model that rewrites its context with what it said: packed logits are those of single
-    calls, and the log-probs recorded while sampling (left-padded, cached, batched) are those of the pack."""
+    """Three calls a task of a 135M model that rewrites its context with what it said: packed logits are those
+    of single calls, and the log-probs recorded while sampling (left-padded, cached, batched) are those of the
+    pack."""
     path = folder("MEMOPD_MODEL")
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(
@@ -53,8 +54,8 @@ def test_rce_and_sampling_on_a_real_model():
 
 
 def test_stop_with_the_real_qwen_tokenizer():
-    """`</search>` ends in `>` alone or in `>\n`, one token: both stop; q ends with the generation prompt; ids of a sampled
-    text differ from its encoding, and the sampled ones count."""
+    """`</search>` ends in `>` alone or in one token with the line break after it: both stop, and only at their end. q
+    ends with the generation prompt."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder("MEMOPD_TOKENIZER"))
     stop = stop_on(tokenizer, STOP)
     for text in ("<search> a </search>", "<search> a </search>\n", "<answer> a </answer>\n\n"):

@@ -241,7 +241,8 @@ def test_samples_follow_the_softmax():
 
 
 def test_noise_belongs_to_the_task():
-    """What a task samples depends on (seed, step, task), not on who shares its batch, in which order, or who has left it."""
+    """What a task samples depends on (seed, step, task), not on who shares its batch, in which order, or who
+    has left it."""
     model, names = tiny(), ["a", "b", "c", "d"]
 
     def run(rows, seed=1, step=2):
@@ -287,7 +288,8 @@ def test_generate_refuses(prompts, new):
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
 def test_generate_under_any_cache_name(name):
-    """transformers renames `past_key_values` to `cache`; a forward that only knows one of them gets that one."""
+    """transformers renames `past_key_values` to `cache`; a forward that only knows one of them gets that
+    one."""
     model = tiny()
     expected = generate(model, PROMPTS, 5, temperature=0)
     forward = type(model).forward

@@ -104,8 +104,8 @@ def test_same_seed_same_metrics(runs):
 
 
 def test_variants_share_all_but_the_teacher(tmp_path, monkeypatch):
-    """The matched control: from the same models and the same episodes (the expert's, of several calls) everything before the
-    update is equal but the teacher's KL; and PPO alone has none."""
+    """The matched control: from the same models and the same episodes (the expert's, of several calls)
+    everything before the update is equal but the teacher's KL; and PPO alone has none."""
     tokenizer = train_tokenizer(train_file.toy_texts(), 600)
     for name, seed in (("student", 0), ("teacher", 1)):
         tiny("llama", seed=seed, vocab_size=len(tokenizer)).save_pretrained(tmp_path / name)
@@ -117,7 +117,8 @@ def test_variants_share_all_but_the_teacher(tmp_path, monkeypatch):
     )
     first = {}
     for variant in ("aligned", "history", "none"):
-        flags = f"--distill {variant} --student {tmp_path}/student --teacher {tmp_path}/teacher --run {tmp_path}/{variant}"
+        flags = f"--distill {variant} --run {tmp_path}/{variant} "
+        flags += f"--student {tmp_path}/student --teacher {tmp_path}/teacher"
         config = parse_config(
             [*flags.split(), *"--steps 1 --ppo_epochs 1 --tasks_per_step 3 --eval_questions 0".split()]
         )
@@ -188,9 +189,9 @@ def test_gradients_depend_on_neither_packs_nor_share(change):
 
 
 def test_rewards_stand_on_the_last_token_of_their_call_and_stay_in_their_trajectory():
-    """Eq. 8 and 9 on three episodes with reward 1 a call: with gamma = lambda = 1, V = 0 and the policy at its reference,
-    a token's advantage is the number of calls of its own trajectory from its own on; the penalty is beta times the
-    growth that is still to come; whitened it has mean 0 and deviation 1."""
+    """Eq. 8 and 9 on three episodes with reward 1 a call: with gamma = lambda = 1, V = 0 and the policy at
+    its reference, a token's advantage is the number of calls of its own trajectory from its own on; the
+    penalty is beta times the growth that is still to come; whitened it has mean 0 and deviation 1."""
     records = trajectories("mem1")
     tokens = [(t, i) for t in records for i, call in enumerate(t.calls) for _ in call.action_ids]
     expected = torch.tensor([float(len(t.calls) - i) for t, i in tokens])
@@ -209,7 +210,8 @@ def test_rewards_stand_on_the_last_token_of_their_call_and_stay_in_their_traject
 
 
 def test_curriculum_and_schedule():
-    """Short tasks first, every length on the way, none beyond the horizon; a learning rate that is never 0."""
+    """Short tasks first, every length on the way, none beyond the horizon; a learning rate that is never
+    0."""
     lengths = [train_file.sft_longest(step / 1000, 16) for step in range(1000)]
     assert lengths == sorted(lengths) and set(lengths) == set(range(3, 17)) and lengths.count(3) > 300
     assert {train_file.sft_longest(p, 2) for p in (0.0, 0.5, 1.0)} == {2}
