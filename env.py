@@ -192,14 +192,17 @@ class ToyWiki:
         self.retriever = SqliteRetriever(self.passages)
 
     def tasks(self, n: int, k: int) -> list[Task]:
-        """n tasks of k questions each, half of one hop and half of two; no entity and no answer twice in a task."""
+        """n tasks of k questions each, of one hop or two; no entity and no answer twice in a task. Raises ValueError
+        where the world has no k such questions."""
         rng = random.Random(f"tasks {self.seed} {k}")
         return [self._task(f"world-{self.seed}-q{k}-{i}", k, rng) for i in range(n)]
 
     def _task(self, name: str, k: int, rng: random.Random) -> Task:
-        chosen, used = {}, set()
-        while len(chosen) < k:
-            relation, entity = rng.choice(list(self.facts))
+        chosen, used, facts = {}, set(), list(self.facts)
+        for _ in range(1000 * k):  # a world has only so many names
+            if len(chosen) == k:
+                break
+            relation, entity = rng.choice(facts)
             question, path = f"{relation} of {entity}", {entity, self.facts[relation, entity]}
             onward = [r for r, (kind, _) in RELATIONS.items() if kind == RELATIONS[relation][1]]
             answer = self.facts[relation, entity]
@@ -209,6 +212,8 @@ class ToyWiki:
             if not (path | {answer}) & used:
                 chosen[question] = (answer,)
                 used |= path | {answer}
+        if len(chosen) < k:
+            raise ValueError(f"no {k} questions without a name in common were found in this world; ask for fewer")
         return Task(name, tuple(chosen), tuple(chosen.values()))
 
     @staticmethod
@@ -236,7 +241,7 @@ class ToyWiki:
 
 
 def toy_envs(split: str, n: int, k: int, seed: int = 0, **settings) -> list[SearchEnv]:
-    """n fresh episodes of k questions each, from 8 worlds: other facts for every split ("train", "test") and seed."""
+    """n fresh episodes of k questions each, from up to 8 worlds, whose facts differ for every split and seed."""
     worlds = [ToyWiki(f"{split}-{seed}-{w}") for w in range(min(n, 8))]
     return [SearchEnv(task, world.retriever, **settings)
             for w, world in enumerate(worlds) for task in world.tasks(len(range(w, n, len(worlds))), k)]

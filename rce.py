@@ -137,7 +137,7 @@ def main():
     except (ValueError, OSError) as error:
         raise SystemExit(f"rce.py: {error}") from None
     print(f"RCE (Eq. 5) {'FAILS' if failed else 'holds'} at {TOLERANCE[dtype]:g} of the largest logit\n\nwrong states:")
-    for name, found in wrong_states(model, trajectories).items():
+    for name, found in wrong_states(model, trajectories[:8]).items():  # "everything visible" costs S^2
         print(f"{name:<24} {found}", flush=True)
     raise SystemExit(int(failed))
 

@@ -5,7 +5,7 @@
 
 A `Call` keeps the token ids of z_t = [q, x_t] that the model read and the ids a_t that it sampled: nothing is decoded
 and tokenised again, since the ids of the same text may differ. U is any function `update(turns) -> x_next` on ids.
-Needs torch and transformers; the environments come in as arguments.
+Needs torch, transformers and tqdm; the environments come in as arguments.
 
     python rollout.py        # what each update rule keeps, call by call, on a random model
 """

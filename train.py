@@ -430,6 +430,8 @@ def compare_models(models: dict, tokenizer, config: Config) -> Iterator[tuple[st
 def train(config: Config) -> None:
     """Warm start or load, then the loop, then the table. Everything lands in the run folder as soon as it is known."""
     torch.manual_seed(config.seed)
+    longest = max(config.questions, config.sft_horizon, *map(int, config.horizons.split(",")))
+    toy_envs("test", 1, longest)  # raises if the toy has no such tasks: better now than after the training
     run, log = open_run(config)
     tokenizer, student, teacher = load_models(config) if config.student else warm_start(config, run, log)
     reference, critic = frozen(student), make_critic(student)

@@ -30,7 +30,7 @@ def runs(tmp_path_factory):
         "a": [],
         "b": [],
         "history": ["--distill", "history", "--max_tokens", "2000"],
-        "none": ["--distill", "none"],
+        "none": ["--distill", "none", "--update", "sliding_window", "--share", "q", "--reward", "f1"],
     }.items():
         out[name] = command(*FAST, *extra, "--run", name, cwd=folder)
         assert out[name].returncode == 0, out[name].stderr

@@ -238,6 +238,11 @@ def test_tasks_are_one_and_two_hops_without_repeats():
     )
 
 
+def test_a_horizon_that_the_toy_cannot_hold_is_an_error_and_no_endless_loop():
+    with pytest.raises(ValueError, match="no 200 questions without a name in common"):
+        ToyWiki(0).tasks(1, 200)
+
+
 def test_demo():
     out = subprocess.run([sys.executable, env_file.__file__], capture_output=True, text=True)
     assert out.returncode == 0 and "EM 2, F1 2" in out.stdout

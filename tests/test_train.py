@@ -124,7 +124,13 @@ def test_variants_share_all_but_the_teacher(tmp_path, monkeypatch):
         )
         train_file.train(replace(config, max_len=2000, max_new_tokens=16, device="cpu"))
         (first[variant],) = metrics(tmp_path / variant, "rl")
-    assert first["aligned"]["calls"] > 6
+    expert = first["aligned"]
+    assert expert["calls"] > 6 and expert["reward"] == expert["em"] == expert["f1"] == 2 and expert["answered"] == 1
+    calls = [c for t in load_trajectories(tmp_path / "aligned/trajectories.jsonl") for c in t.calls]
+    whole = [tuple(c.prompt_ids + c.action_ids) for c in calls]
+    stored = {call[:n] for call in whole for n in range(1, len(call) + 1)}  # every distinct prefix is one token of the tree
+    assert expert["action_tokens"] == sum(len(c.action_ids) for c in calls)
+    assert expert["tokens_saved"] == pytest.approx(1 - len(stored) / sum(map(len, whole)))
     for name in ("history", "none"):
         for key in (
             "reward",
@@ -328,6 +334,12 @@ def test_an_existing_run_is_never_overwritten(tmp_path):
     out = command(*FAST, "--run", "mine", cwd=tmp_path)
     assert out.returncode == 1 and "mine exists already" in out.stderr and "Traceback" not in out.stderr
     assert (tmp_path / "mine/metrics.jsonl").read_text() == "precious\n"
+
+
+def test_a_horizon_beyond_the_toy_is_refused_before_any_work(tmp_path):
+    out = command(*FAST, "--horizons", "2,300", "--run", "r", cwd=tmp_path)
+    assert out.returncode == 1 and "no 300 questions" in out.stderr and "Traceback" not in out.stderr
+    assert not (tmp_path / "r").exists()
 
 
 def test_models_from_folders(tmp_path):
