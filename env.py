@@ -11,11 +11,14 @@ questions and a scripted expert, so that everything runs offline. Standard libra
 
     python env.py        # one episode of the expert, as text
 """
+import json
+import os
 import random
 import re
 import sqlite3
 import string
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 PROTOCOL = (
@@ -64,7 +67,7 @@ class SqliteRetriever:
 
     MAX_WORDS = 64  # FTS5 fails on much longer queries, and no good one has more
 
-    def __init__(self, passages: list[Passage]):
+    def __init__(self, passages: Iterable[Passage]):
         self.db = sqlite3.connect(":memory:")
         with self.db:
             self.db.execute("CREATE VIRTUAL TABLE passage USING fts5(title, text)")
@@ -96,6 +99,33 @@ class Task:
     def __post_init__(self):
         if not self.questions or len(self.questions) != len(self.answers) or not all(self.answers):
             raise ValueError(f"task {self.id}: needs at least one question, and at least one answer for each")
+
+
+def load_questions(path: str | os.PathLike) -> list[Task]:
+    """The questions of a FlashRAG JSONL file (`id, question, golden_answers`), a task each. Raises ValueError naming the
+    line that is none."""
+    return [Task(str(record["id"]), (record["question"],), (tuple(record["golden_answers"]),))
+            for record in _records(path, "id", "question", "golden_answers")]
+
+
+def load_passages(path: str | os.PathLike) -> Iterator[Passage]:
+    """The passages of a wiki-18 JSONL file (`contents` = quoted title, newline, text). Raises ValueError naming the line
+    that is none."""
+    for record in _records(path, "contents"):
+        title, _, text = record["contents"].partition("\n")
+        yield Passage(title.removeprefix('"').removesuffix('"'), text)
+
+
+def _records(path: str | os.PathLike, *names: str) -> Iterator[dict]:
+    with open(path, encoding="utf-8") as f:
+        for number, line in enumerate(f, 1):
+            try:
+                record = json.loads(line)
+                for name in names:
+                    record[name]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{os.fspath(path)}, line {number}: no record with {', '.join(names)} ({error})") from None
+            yield record
 
 
 class SearchEnv:

@@ -14,10 +14,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from env import STOP, SearchEnv, step_all, toy_envs
-from rollout import Trajectory, generate, rollout, stop_on, update_rules
+from rollout import Trajectory, generate, load, rollout, stop_on, update_rules
 
 
 def peak(trajectory: Trajectory) -> int:
@@ -55,15 +54,6 @@ def table(rows: Iterable[tuple[str, str, dict[str, float]]]) -> Iterator[str]:
     for name, model, m in rows:
         yield (f"| {name} | {model} | {m['em']:.3f} | {m['f1']:.3f} | {m['peak']:.0f} | {m['dependency']:.0f} "
                f"| {m['seconds']:.3f} |")
-
-
-def load(path: str, device: str, attention: str = "sdpa") -> tuple:
-    """(tokenizer, causal model) of a folder or hub name. Raises ValueError where there is none."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        return tokenizer, AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention).to(device)
-    except OSError as error:
-        raise ValueError(f"{path}: no model and tokenizer to load there ({str(error).splitlines()[0]})") from None
 
 
 def main():

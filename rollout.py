@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedTokenizerFast, Qwen2Config
 
 
 # ---- records ---------------------------------------------------------------------------------------------------------
@@ -140,6 +140,15 @@ def update_rules(tokenizer) -> dict[str, Callable[[Turns], list[int]]]:
 
 # ---- sampling --------------------------------------------------------------------------------------------------------
 
+def load(path: str, device: str, attention: str = "sdpa", dtype: str | torch.dtype = "auto") -> tuple:
+    """(tokenizer, causal model in eval mode) of a folder or hub name. Raises ValueError where there is none."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention, dtype=dtype)
+        return AutoTokenizer.from_pretrained(path), model.to(device)
+    except OSError as error:
+        raise ValueError(f"{path}: no model and tokenizer to load there ({str(error).splitlines()[0]})") from None
+
+
 def task_generators(seed: int, step: int, task_ids: list[str]) -> list[torch.Generator]:
     """One source of noise for each task, from (seed, step, task): it depends neither on the batch that a task is in nor
     on the device."""
@@ -150,7 +159,7 @@ def task_generators(seed: int, step: int, task_ids: list[str]) -> list[torch.Gen
 def stop_on(tokenizer, strings: tuple[str, ...]) -> Callable[[list[int]], bool]:
     """A response is over with the end-of-sequence token, or as soon as its text holds one of `strings`: text and not
     ids, since a tokenizer may merge the end of a tag with what follows."""
-    window = max(len(s.encode()) for s in strings)  # a token spells at least one byte
+    window = max((len(s.encode()) for s in strings), default=1)  # a token spells at least one byte
 
     def stop(ids):
         return ids[-1] == tokenizer.eos_token_id or any(s in tokenizer.decode(ids[-window:]) for s in strings)
@@ -168,17 +177,25 @@ def generate(model, prompts: list[list[int]], max_new_tokens: int, temperature: 
     if not prompts or not all(prompts) or max_new_tokens < 1:
         raise ValueError("generate needs at least one prompt, no empty prompt, and max_new_tokens >= 1")
     device, longest, training = model.device, max(map(len, prompts)), model.training
-    input_ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)           # (B, L)
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)     # (B, L)
     noise = torch.stack([torch.rand(max_new_tokens, dtype=torch.float64, generator=g)
                          for g in generators or [None] * len(prompts)]).to(device)                     # (B, new)
     cache = DynamicCache(config=model.config)
     # its name before transformers 5.24 and after
     cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    # what all prompts begin with is read once; a window would count the padding behind it, and one row shares nothing
+    shared = 0 if len(prompts) == 1 or any(layer.is_sliding for layer in cache.layers) else min(
+        len(os.path.commonprefix(prompts)), min(map(len, prompts)) - 1)
+    pads = [[0] * (longest - len(p)) for p in prompts]
+    input_ids = torch.tensor([pad + p[shared:] for pad, p in zip(pads, prompts)], device=device)       # (B, L - shared)
+    mask = torch.tensor([[1] * shared + pad + [1] * (len(p) - shared) for pad, p in zip(pads, prompts)], device=device)
     ids, logprobs = [[] for _ in prompts], [[] for _ in prompts]
     live = list(range(len(prompts)))
     model.eval()
     try:
+        if shared:
+            model(input_ids=torch.tensor([prompts[0][:shared]], device=device), use_cache=True, logits_to_keep=1,
+                  **{cache_name: cache})
+            cache.batch_repeat_interleave(len(prompts))
         for step in range(max_new_tokens):
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1]:]
             logits = model(input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=True,

@@ -36,11 +36,11 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, HfArgumentParser, LlamaConfig
 
 from env import STOP, ToyWiki, step_all, toy_envs
-from eval import evaluate, load, table
+from eval import evaluate, table
 from losses import action_scores, actor_loss, gae, ppo_loss, token_rewards, value_loss, whiten
 from pack import Packed, action_hidden, check_model, pack, pack_history, split
-from rce import rce
-from rollout import (Trajectory, format_trajectory, generate, rollout, save_trajectories, scripted, stop_on,
+from rce import check_tokenizers, rce
+from rollout import (Trajectory, format_trajectory, generate, load, rollout, save_trajectories, scripted, stop_on,
                      task_generators, train_tokenizer, update_rules)
 
 
@@ -140,22 +140,11 @@ def parse_config(args: list[str] | None = None) -> Config:
 
 def load_model(path: str, device: str) -> tuple:
     """(tokenizer, causal model with packed attention, float32). Raises ValueError if packs cannot be run on it."""
-    tokenizer, model = load(path, device, attention="packed")
-    model = model.float()
+    tokenizer, model = load(path, device, "packed", torch.float32)
     check_model(model)
     if len(tokenizer) > model.config.vocab_size:
         raise ValueError(f"{path}: the tokenizer has {len(tokenizer)} tokens, the model only {model.config.vocab_size}")
     return tokenizer, model
-
-
-def check_tokenizers(student, teacher) -> None:
-    """Eq. 7 compares distributions id by id: raise ValueError unless every id means the same to both tokenizers. (The
-    models' vocabularies may be padded differently.)"""
-    ours, theirs = student.get_vocab(), teacher.get_vocab()
-    for token in sorted(ours.keys() | theirs.keys()):
-        if ours.get(token) != theirs.get(token):
-            raise ValueError(f"student and teacher have different tokenizers: {token!r} is id {ours.get(token)} to the "
-                             f"student, {theirs.get(token)} to the teacher; take one of the same family")
 
 
 def load_models(config: Config) -> tuple:

@@ -118,7 +118,9 @@ def test_update_rules_on_ids_one_can_see():
         92,
     ]
     assert sliding_window(1)(turns) == mem1(turns) and sliding_window(2)(turns) == full_response(turns)
-    assert suffix_retention(0)(turns) == [91, 92] and sliding_window(0)(turns) == []  # not [-0:], which is everything
+    assert (
+        suffix_retention(0)(turns) == [91, 92] and sliding_window(0)(turns) == []
+    )  # not [-0:], which is everything
     assert retrieval_refresh(turns) == [91, 92, 12, 13, 14]
     summarise = summary_replacement(TOKENIZER)
     response = TOKENIZER.encode("x <think> a b </think> <search> c")

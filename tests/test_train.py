@@ -125,10 +125,16 @@ def test_variants_share_all_but_the_teacher(tmp_path, monkeypatch):
         train_file.train(replace(config, max_len=2000, max_new_tokens=16, device="cpu"))
         (first[variant],) = metrics(tmp_path / variant, "rl")
     expert = first["aligned"]
-    assert expert["calls"] > 6 and expert["reward"] == expert["em"] == expert["f1"] == 2 and expert["answered"] == 1
+    assert (
+        expert["calls"] > 6
+        and expert["reward"] == expert["em"] == expert["f1"] == 2
+        and expert["answered"] == 1
+    )
     calls = [c for t in load_trajectories(tmp_path / "aligned/trajectories.jsonl") for c in t.calls]
     whole = [tuple(c.prompt_ids + c.action_ids) for c in calls]
-    stored = {call[:n] for call in whole for n in range(1, len(call) + 1)}  # every distinct prefix is one token of the tree
+    stored = {
+        call[:n] for call in whole for n in range(1, len(call) + 1)
+    }  # every distinct prefix is one token of the tree
     assert expert["action_tokens"] == sum(len(c.action_ids) for c in calls)
     assert expert["tokens_saved"] == pytest.approx(1 - len(stored) / sum(map(len, whole)))
     for name in ("history", "none"):
