@@ -26,15 +26,21 @@ Shapes: S packed length, N sampled action tokens, H hidden size. Every (N,) fiel
 then k. Plain ids go in, tensors come out. Needs torch and transformers; load models with
 attn_implementation="packed".
 
-    python pack.py        # this picture, with the fields of the pack
+    python pack.py             # this picture, with the fields of the pack
+    python pack.py --bench     # packs against the best way without (Figure 3c); --help lists sizes and devices
 """
+import argparse
+import random
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property, partial
+from statistics import median, quantiles
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from transformers import AttentionInterface, AttentionMaskInterface
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, Qwen2Config
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -214,22 +220,32 @@ def pack_history(prefixes: list[list[int]], actions: list[list[list[int]]],
 
 
 def split(prompts: list[list[int]], actions: list[list[int]], max_tokens: int,
-          share: int | list[int] | None = None) -> list[slice]:
+          share: int | list[int] | None = None, fill: float = 0.85) -> list[slice]:
     """Cut the calls, in order, into runs whose packs hold at most max_tokens each; what a call shares (see `pack`) with
-    the one before it counts once. A single call over the budget is refused with a ValueError."""
-    share = share if isinstance(share, list) else [share] * len(prompts)
-    limit = [len(prompt) + len(action) if s is None else s for prompt, action, s in zip(prompts, actions, share)]
-    runs, start, used, before = [], 0, 0, []
-    for c, call in enumerate(map(list.__add__, prompts, actions)):
-        if len(call) > max_tokens:
-            raise ValueError(f"call {c} has {len(call)} tokens, over the max_tokens = {max_tokens} of a pack; raise it")
-        most = min(len(before), limit[c], limit[c - 1])
-        common = next((i for i in range(most) if call[i] != before[i]), most)
-        if used + len(call) - common > max_tokens:
-            runs.append(slice(start, c))
-            start, used, common = c, 0, 0
-        used, before = used + len(call) - common, call
-    return [*runs, slice(start, len(prompts))]
+    the one before it counts once. Of the cuts that leave a pack at least `fill` full the one where least is shared is
+    taken: between tasks rather than inside one. A single call over the budget is refused with a ValueError."""
+    calls = list(map(list.__add__, prompts, actions))
+    share = share if isinstance(share, list) else [share] * len(calls)
+    common = [0]  # what each call has in common with the one before
+    for c, (before, call) in enumerate(zip(calls, calls[1:])):
+        most = min(len(before), len(call), *(s for s in share[c:c + 2] if s is not None))
+        common.append(next((i for i in range(most) if call[i] != before[i]), most))
+    runs, start = [], 0
+    while start < len(calls):
+        if len(calls[start]) > max_tokens:
+            raise ValueError(f"call {start} has {len(calls[start])} tokens, over the max_tokens = {max_tokens} of a "
+                             "pack; raise it")
+        used = [len(calls[start])]  # by a pack that ends after this call, after the next, ...
+        while start + len(used) < len(calls) and used[-1] <= max_tokens:
+            c = start + len(used)
+            used.append(used[-1] + len(calls[c]) - common[c])
+        stop = start + len(used)
+        if used[-1] > max_tokens:
+            cuts = [start + n for n in range(1, len(used)) if used[n - 1] >= fill * max_tokens] or [stop - 1]
+            stop = min(cuts, key=lambda c: (common[c], -c))
+        runs.append(slice(start, stop))
+        start = stop
+    return runs
 
 
 def verify(packed: Packed, prompts: list[list[int]], actions: list[list[int]]) -> None:
@@ -373,7 +389,181 @@ def example() -> tuple[Packed, list[str]]:
     return packed, ["q", "q", "a0", "a0", "m0", "o0", "a1", "a1", "m1", "o1", "a2"]
 
 
+# ---- the benchmark (Figure 3c) ---------------------------------------------------------------------------------------
+
+BENCH = {f"q {q}, {calls} calls": (q, calls) for q in (128, 300, 1024) for calls in (2, 4, 8)} | {
+    "8 rollouts of one task, q 300, 4 calls": (300, 4, 8), "append-only, q 300, 8 calls": (300, 8, 1, True),
+    "nothing shared, 4 calls": (0, 4), "one call, q 300": (300, 1)}
+
+
+def bench_calls(q: int, calls: int, rollouts: int = 1, append_only: bool = False,
+                block: int = 200) -> tuple[list[list[int]], list[list[int]], list[int]]:
+    """(prompts, actions, |q| of each call): random ids in blocks [x_t, a_t] of `block` tokens, give or take a fifth,
+    half of them sampled. append_only: a call also reads all blocks before its own."""
+    rng = random.Random(0)
+
+    def ids(n):
+        return [rng.randrange(1000) for _ in range(n)]
+    prefix, prompts, actions = ids(q), [], []
+    for _ in range(rollouts):
+        context = []
+        for _ in range(calls):
+            length = rng.randint(block * 4 // 5, block * 6 // 5)
+            x, a = ids(length - length // 2), ids(length // 2)
+            prompts.append(prefix + context + x)
+            actions.append(a)
+            context = context + x + a if append_only else []
+    return prompts, actions, [q] * len(prompts)
+
+
+def bench_forms(model, prompts, actions, prefix) -> dict[str, Callable[[], Iterator[tuple[list[int], torch.Tensor]]]]:
+    """The ways to score the calls: single ones in a loop, in one padded batch, in four batches sorted by length; packs
+    that share q, or all that they can. Each yields, batch by batch, the calls' numbers and the hidden states at g(t,k).
+    Batches are padded on the right and need no mask, where SDPA is fastest."""
+    def batches(size):
+        order = sorted(range(len(prompts)), key=lambda c: len(prompts[c]) + len(actions[c]))
+        for start in range(0, len(order), size):
+            rows = order[start:start + size]
+            ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(prompts[c] + actions[c]) for c in rows], True)
+            hidden = model.base_model(input_ids=ids.to(model.device), use_cache=False).last_hidden_state  # (B, L, H)
+            yield rows, torch.cat([h[len(prompts[c]) - 1:][:len(actions[c])] for h, c in zip(hidden, rows)])
+
+    def packs(share):
+        yield list(range(len(prompts))), action_hidden(model, pack(prompts, actions, share).to(model.device))
+    return {"loop": partial(batches, 1), "batch": partial(batches, len(prompts)),
+            "sorted": partial(batches, -(-len(prompts) // 4)), "q": partial(packs, prefix), "tree": partial(packs, None)}
+
+
+def bench_memory(model, run: Callable[[], None]) -> float:
+    """MiB: on CUDA the peak above what was there before, elsewhere what the forward keeps for the backward."""
+    if model.device.type == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+    alive, peak, parameters = {}, [0], {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            alive[storage.data_ptr()] = storage.nbytes()
+            peak[0] = max(peak[0], sum(alive.values()))
+        return tensor
+
+    def drop(tensor):
+        alive.clear()  # the backward of this batch has begun
+        return tensor
+    with torch.autograd.graph.saved_tensors_hooks(keep, drop):
+        run()
+    return peak[0] / 2**20
+
+
+def bench(model, rounds: int) -> Iterator[str]:
+    """The lines of a Markdown table, two for each entry of BENCH. Times are paired: every round runs all forms, each
+    round in another order; what is shown are medians over rounds of ratios within a round, and their quartiles."""
+    yield ("| calls | shared | tokens | token ratio | forward: loop / batch / sorted | forward + backward: loop / batch / "
+           "sorted | to the best | of the token ratio | MiB | max abs dlogit |")
+    yield "|---" * 10 + "|"
+    for title, shape in BENCH.items():
+        prompts, actions, prefix = bench_calls(*shape)
+        forms = bench_forms(model, prompts, actions, prefix)
+        ids = [torch.tensor(a, device=model.device) for a in actions]
+
+        def run(name, backward=True):
+            with torch.set_grad_enabled(backward):
+                for rows, hidden in forms[name]():
+                    logits = model.get_output_embeddings()(hidden).float()                      # (n, V)
+                    loss = F.cross_entropy(logits, torch.cat([ids[c] for c in rows]), reduction="sum")
+                    if backward:
+                        loss.backward()
+
+        def seconds(name, backward):
+            model.zero_grad()
+            start = time.perf_counter()
+            run(name, backward)
+            if model.device.type == "cuda":
+                torch.cuda.synchronize()
+            return time.perf_counter() - start
+
+        times = {(name, backward): [] for name in forms for backward in (False, True)}
+        for i in range(rounds + 1):  # the first is the warm-up
+            order = list(times)
+            for key in order[i % len(order):] + order[:i % len(order)]:
+                times[key].append(seconds(*key))
+        times = {key: t[1:] for key, t in times.items()}
+        best = min(("loop", "batch", "sorted"), key=lambda name: median(times[name, True]))
+        memory = {name: bench_memory(model, partial(run, name)) for name in (best, "q", "tree")}
+        logits = {name: bench_logits(model, forms[name], actions) for name in ("loop", "q", "tree")}
+        single = sum(map(len, prompts)) + sum(map(len, actions))
+        for name, share in (("q", prefix), ("tree", None)):
+            S = len(pack(prompts, actions, share).input_ids)
+            cells = [" / ".join(f"{median(a / b for a, b in zip(times[other, backward], times[name, backward])):.2f}"
+                                for other in ("loop", "batch", "sorted")) for backward in (False, True)]
+            gain = [a / b for a, b in zip(times[best, True], times[name, True])]
+            low, middle, high = quantiles(gain, n=4)
+            error = (logits[name] - logits["loop"]).abs().max().item()
+            yield (f"| {title} | {name} | {single} -> {S} | {single / S:.2f} | {cells[0]} | {cells[1]} | {best} "
+                   f"{middle:.2f} [{low:.2f}, {high:.2f}] | {middle * S / single:.0%} | {memory[best]:.0f} -> "
+                   f"{memory[name]:.0f} | {error:.0e} |")
+
+
+@torch.no_grad()
+def bench_logits(model, form, actions) -> torch.Tensor:
+    """(N, V), in the order of the calls."""
+    parts = {}
+    for rows, hidden in form():
+        parts |= zip(rows, model.get_output_embeddings()(hidden).split([len(actions[c]) for c in rows]))
+    return torch.cat([parts[c] for c in range(len(actions))]).float()
+
+
+def bench_overhead(model) -> Iterator[str]:
+    """What building costs: a pack with its mask against the forward and backward that it serves, and the analytic
+    BlockMask against create_block_mask at S = 16,384."""
+    prompts, actions, prefix = bench_calls(300, 8)
+
+    def fastest(run, n=5):
+        def once():
+            start = time.perf_counter()
+            run()
+            if model.device.type == "cuda":
+                torch.cuda.synchronize()
+            return time.perf_counter() - start
+        return min(once() for _ in range(n))
+
+    def build():
+        packed = pack(prompts, actions).to(model.device)
+        return packed, (packed.block_mask if model.device.type == "cuda" else packed.segments)
+    packed, _ = build()
+    share = fastest(build) / fastest(lambda: action_hidden(model, packed).sum().backward())
+    yield f"\nPack and mask of q 300, 8 calls: {share:.2%} of the forward and backward that they serve."
+    prompts, actions, prefix = bench_calls(300, 64)
+    long = pad(pack(prompts, actions), 16384).to(model.device)
+    end, S = long.subtree_end, len(long.input_ids)
+    slow = fastest(lambda: create_block_mask(lambda b, h, q, k: (k <= q) & (q < end[k]), None, None, S, S,
+                                             device=end.device), 1)
+    yield f"BlockMask at S = {S}: create_block_mask takes {slow / fastest(lambda: replace(long).block_mask):.0f} times as long."
+
+
 def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bench", action="store_true", help="time a random Qwen2 on packs and without them")
+    parser.add_argument("--rounds", type=int, default=9, help="of paired timings (default 9)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    for name, default in (("hidden_size", 256), ("intermediate_size", 768), ("num_hidden_layers", 4),
+                          ("num_attention_heads", 4), ("num_key_value_heads", 2), ("vocab_size", 2048)):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    args = parser.parse_args()
+    if args.bench:
+        sizes = {name: value for name, value in vars(args).items() if name in Qwen2Config().to_dict()}
+        torch.manual_seed(0)
+        with torch.device(args.device):
+            model = AutoModelForCausalLM.from_config(
+                Qwen2Config(**{**sizes, "dtype": getattr(torch, args.dtype)}), attn_implementation="packed")
+        for lines in (bench(model, args.rounds), bench_overhead(model)):
+            for line in lines:
+                print(line, flush=True)
+        return
     packed, labels = example()
     print(draw(packed, labels), "\n")
     for field in fields(packed):

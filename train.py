@@ -293,9 +293,14 @@ def pack_calls(trajectories: list[Trajectory], config: Config) -> list[Packed]:
 
 
 def pack_histories(trajectories: list[Trajectory], config: Config) -> list[Packed]:
-    """The control's wrong states: each trajectory as one flat history."""
-    return [pack_history([t.calls[0].prompt_ids[:t.prefix_len]], [[c.action_ids for c in t.calls]],
-                         [[c.observation_ids for c in t.calls]]).to(config.device) for t in trajectories]
+    """The control's wrong states: each trajectory as one flat history, as many in a pack as `max_tokens` holds."""
+    prefixes = [t.calls[0].prompt_ids[:t.prefix_len] for t in trajectories]
+    actions = [[c.action_ids for c in t.calls] for t in trajectories]
+    observations = [[c.observation_ids for c in t.calls] for t in trajectories]
+    flat = [[i for c in t.calls for i in c.action_ids + c.observation_ids] for t in trajectories]
+    longest = max(map(len, map(list.__add__, prefixes, flat)))
+    return [pack_history(prefixes[run], actions[run], observations[run]).to(config.device)
+            for run in split(prefixes, flat, max(config.max_tokens, longest), 0)]
 
 
 def advantages_of(trajectories: list[Trajectory], logp_old, logp_ref, values, config: Config) -> tuple:
@@ -313,7 +318,23 @@ def advantages_of(trajectories: list[Trajectory], logp_old, logp_ref, values, co
     return (whiten(advantages) if config.whiten_advantages else advantages), returns
 
 
-def update_policy(student, critic, optimizers, packs: list[Packed], batch: Batch, teacher, config: Config) -> dict:
+class Clock:
+    """Seconds since the last lap, summed by name."""
+
+    def __init__(self, device: str):
+        self.seconds, self.device, self.last = defaultdict(float), device, time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """What passed since the last lap was `name`."""
+        if self.device.startswith("cuda"):
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.seconds[f"seconds_{name}"] += now - self.last
+        self.last = now
+
+
+def update_policy(student, critic, optimizers, packs: list[Packed], batch: Batch, teacher, config: Config,
+                  clock: Clock) -> dict:
     """Eq. 7, 10 and 11 and the value loss: `ppo_epochs` updates on the whole batch, and the metrics of the last one.
     Sums over packs are divided by the N of the batch, so neither max_tokens nor share changes the result."""
     N, first = len(batch.logp_old), {}
@@ -323,8 +344,10 @@ def update_policy(student, critic, optimizers, packs: list[Packed], batch: Batch
             logp, entropy, kl = policy_scores(student, packed, config.temperature, part.teacher_hidden, teacher)
             ppo, approx_kl, clipfrac = ppo_loss(logp, part.logp_old, part.advantages, config.clip_coef)
             actor_loss(ppo, entropy, kl, config.entropy_coef, config.distill_coef, N, N).backward()
+            clock.lap("update_student")
             value = value_loss(values_of(critic, packed), part.values_old, part.returns, config.value_clip)
             (value.sum() / N).backward()
+            clock.lap("update_critic")
             for name, x in (("ppo_loss", ppo), ("entropy", entropy), ("teacher_kl", kl), ("approx_kl", approx_kl),
                             ("clipfrac", clipfrac), ("value_loss", value)):
                 metrics[name] += x.sum().item() / N
@@ -336,6 +359,7 @@ def update_policy(student, critic, optimizers, packs: list[Packed], batch: Batch
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        clock.lap("update_optimizers")
         # before any update the ratio is 1 in every token: the cheapest detector of a misaligned state
         first = first or {"first_max_logratio": metrics["max_logratio"], "first_clipfrac": metrics["clipfrac"]}
     return {**first, **metrics}
@@ -431,45 +455,49 @@ def train(config: Config) -> None:
     show(student, tokenizer, config, "before training")
 
     for step in tqdm(range(config.steps), desc=f"{config.distill}, Q{config.questions}"):
-        clock = [time.perf_counter()]
+        clock = Clock(config.device)
         # 1. Roll out (Section 3.2, Eq. 1): the student samples with compact memory, and every call is recorded.
         envs = toy_envs(f"train-{config.seed}", config.tasks_per_step, config.questions, step, reward=config.reward)
         noise = task_generators(config.seed, step, [env.task.id for env in envs])
         trajectories = rollout(
             lambda prompts, rows: generate(student, prompts, config.max_new_tokens, T, stop, [noise[i] for i in rows]),
             tokenizer, envs, step_all, update, config.max_len - config.max_new_tokens)
-        clock.append(time.perf_counter())
+        clock.lap("rollout")
 
         # 2. Pack (Section 3.3, Eq. 4 and 6): every call in its exact state; only sampled tokens are decisions.
         packs = pack_calls(trajectories, config)
         teacher_packs = pack_histories(trajectories, config) if config.distill == "history" else packs  # Figure 3a
+        clock.lap("pack")
 
         # 3. Audit (Eq. 5): the packed forward must give the log-probs that the sampler recorded.
         if step == 0:
             tqdm.write(f"RCE (Eq. 5) on the first tasks: {rce(student, trajectories[:4], config.share)}")
+            clock.lap("audit")
         with torch.no_grad():
             logp_old = torch.cat([policy_scores(student, p, T)[0] for p in packs])                             # (N,)
             sampled = torch.tensor([x for t in trajectories for call in t.calls for x in call.logprobs])
             mismatch = (logp_old - sampled.to(logp_old)).abs()
+            clock.lap("score_student")
 
             # 4. Score (Section 3.4): reference, critic and teacher read the same states.
             logp_ref = torch.cat([policy_scores(reference, p, T)[0] for p in packs])                           # (N,)
+            clock.lap("score_reference")
             values = torch.cat([values_of(critic, p) for p in packs])                                          # (N,)
+            clock.lap("score_critic")
             teacher_hidden = torch.cat([action_hidden(teacher, p) for p in teacher_packs]) if teacher else None
-        clock.append(time.perf_counter())
+            clock.lap("score_teacher")
 
         # 5. Advantages (Eq. 8 and 9): over whole trajectories, one step per sampled token.
         advantages, returns = advantages_of(trajectories, logp_old, logp_ref, values, config)
 
         # 6. Update (Eq. 7, 10 and 11): the student by PPO and guidance, the critic by its returns.
         batch = Batch(logp_old, values, advantages, returns, teacher_hidden)
-        losses = update_policy(student, critic, optimizers, packs, batch, teacher, config)
-        clock.append(time.perf_counter())
+        losses = update_policy(student, critic, optimizers, packs, batch, teacher, config, clock)
 
         metrics = {"stage": "rl", "step": step, **rollout_metrics(envs, trajectories, packs), **losses,
                    "logp_mismatch": mismatch.quantile(0.99).item(), "logp_mismatch_max": mismatch.max().item(),
                    "reference_kl": (logp_old - logp_ref).clamp(min=0).mean().item(),
-                   **{f"seconds_{name}": b - a for name, a, b in zip(("rollout", "score", "update"), clock, clock[1:])}}
+                   **clock.seconds}
         log(**metrics)
         tqdm.write("step {step:3d}  reward {reward:.2f}  answered {answered:.2f}  teacher_kl {teacher_kl:.3f}  entropy "
                    "{entropy:.3f}  clipfrac {clipfrac:.3f}  logp_mismatch {logp_mismatch:.0e}".format(**metrics))

@@ -39,7 +39,7 @@ def test_rce_on_cuda(rule):
     found = rce(
         tiny(vocab_size=len(TOKENIZER), hidden_size=256, initializer_range=0.1).cuda(), trajectories(rule)
     )
-    assert found.holds(1e-4), str(found)
+    assert found.dlogit.max() <= 1e-4 * found.max_logit, str(found)
 
 
 def test_train_on_cuda(tmp_path):

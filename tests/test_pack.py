@@ -1,5 +1,6 @@
 """Packs: structure by brute force, three attentions, and what is refused."""
 
+import os
 import random
 from dataclasses import replace
 
@@ -300,6 +301,43 @@ def test_split_keeps_order_and_budget(share):
     assert all(len(pack(prompts[run], actions[run], limits[run]).input_ids) <= 60 for run in runs)
     with pytest.raises(ValueError, match="call 0 has .* over the max_tokens = 3"):
         split(prompts, actions, 3)
+
+
+def agent_calls(tasks, seed=0):
+    """Calls with the lengths of a compact-memory search agent: a protocol of 250 tokens, questions of 30 to 80, two to
+    six calls, whose contexts have 250 to 650 tokens and whose responses have 60 to 250."""
+    rng = random.Random(seed)
+    ids = lambda low, high: [rng.randrange(V) for _ in range(rng.randint(low, high))]
+    protocol, prompts, actions = ids(250, 250), [], []
+    for _ in range(tasks):
+        q = protocol + ids(30, 80)
+        for t in range(rng.randint(2, 6)):
+            prompts.append(q + (ids(250, 650) if t else []))
+            actions.append(ids(60, 250))
+    return prompts, actions
+
+
+@pytest.mark.parametrize("max_tokens", [8192, 16384])
+def test_split_fills_packs_and_cuts_between_tasks(max_tokens):
+    """At least 85 % full, all but the last; and of all cuts that fill a pack so, none parts calls that share less.
+    Would catch a rule that cuts at the first overflow, whose packs read q again, and one that leaves packs half empty."""
+    prompts, actions = agent_calls(64)
+    runs = split(prompts, actions, max_tokens)
+    sizes = [len(pack(prompts[run], actions[run]).input_ids) for run in runs]
+    assert len(runs) > 4 and max(sizes) <= max_tokens and min(sizes[:-1]) >= 0.85 * max_tokens
+    assert [c for run in runs for c in range(run.start, run.stop)] == list(range(len(prompts)))
+    shared = lambda c: len(os.path.commonprefix([prompts[c - 1] + actions[c - 1], prompts[c] + actions[c]]))
+    for run in runs[:-1]:
+        others = {c: len(pack(prompts[run.start : c], actions[run.start : c]).input_ids) for c in range(run.stop - 5, run.stop + 9)}
+        assert shared(run.stop) == min(shared(c) for c, S in others.items() if 0.85 * max_tokens <= S <= max_tokens)
+
+
+def test_split_cuts_one_huge_task_between_its_calls():
+    prompts, actions = [[1, 2, 3] + [4] * t for t in range(40)], [[5, 6]] * 40
+    runs = split(prompts, actions, 60, [3] * 40)
+    assert len(runs) > 3 and all(len(pack(prompts[r], actions[r], [3] * 40).input_ids) <= 60 for r in runs)
+    with pytest.raises(ValueError, match="call 3 has 8 tokens, over the max_tokens = 7"):
+        split(prompts, actions, 7, 3)
 
 
 def bump(packed, name, i, by=1):

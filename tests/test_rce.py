@@ -325,18 +325,24 @@ def test_independent_logits_are_a_plain_call():
     assert "pack" not in source and "attention_mask" not in source
 
 
-@pytest.mark.parametrize("share", ["tree", "q"])
+SHARED = {
+    "calls with the same sampled tokens": ([[1, 2], [1, 2]], [[3, 4, 5], [3, 4, 6]]),
+    "a call that is a prefix of another": ([[1, 2], [1, 2, 3], [1, 2]], [[3, 4], [4, 5, 6], [3]]),
+    "identical calls": ([[1, 2], [1, 2], [1, 2, 7]], [[3, 4], [3, 4], [8]]),
+}
+
+
+@pytest.mark.parametrize("case, share", [("random", "tree"), ("random", "q"), *((case, "tree") for case in SHARED)])
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
-def test_actor_gradients_are_those_of_single_calls(kind, share):
+def test_actor_gradients_are_those_of_single_calls(kind, case, share):
     """The whole actor loss, Eq. 7, 10 and 11, packed against a loop of single calls through plain autograd:
     every parameter within 1e-5 relative. Would catch a prefix run without gradient and decisions counted once
     a node instead of once a token."""
-    prompts, actions, prefix = random_calls()
-    prompts, actions, prefix = (
-        prompts + prompts[:2],
-        actions + actions[:2],
-        prefix + prefix[:2],
-    )  # two identical calls are two
+    if case == "random":
+        prompts, actions, prefix = (x + x[:2] for x in random_calls())  # two identical calls are two
+    else:
+        prompts, actions = SHARED[case]
+        assert pack(prompts, actions).action_mask.sum() < sum(map(len, actions))  # decisions share a place
     N, g = sum(map(len, actions)), torch.Generator().manual_seed(0)
     advantages, logp_shift = torch.randn(2, N, generator=g)
     logp_shift *= 0.1

@@ -227,6 +227,24 @@ def test_greedy_is_the_models_own_generate():
         assert action == expected[0, len(prompt) :].tolist()
 
 
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("sliding", [False, True])
+def test_a_common_prefix_is_read_once(sliding, temperature):
+    """Four tokens begin every prompt; one prompt ends with the next token, two are the same. Ids and log-probs are those
+    of single prompts, and the prefix went through the model once. With a sliding window the padding behind the prefix
+    would count as context, so that nothing is shared."""
+    window = dict(use_sliding_window=True, sliding_window=3, max_window_layers=0)
+    model = tiny(attention="sdpa", **(window if sliding else {}))
+    prompts = [[1, 2, 3, 4, *rest] for rest in ([5], [6, 7, 8, 9], [6, 7, 8, 9], [5, 1, 2])]
+    alone = [generate(model, [p], 6, temperature, generators=task_generators(0, 0, [str(i)])) for i, p in enumerate(prompts)]
+    read = []
+    model.register_forward_pre_hook(lambda _, args, kwargs: read.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True)
+    ids, logprobs = generate(model, prompts, 6, temperature, generators=task_generators(0, 0, list("0123")))
+    assert ids == [a[0][0] for a in alone]
+    torch.testing.assert_close(torch.tensor(logprobs), torch.tensor([a[1][0] for a in alone]), rtol=0, atol=1e-4)
+    assert read[:2] == ([(4, 8), (4, 1)] if sliding else [(1, 4), (4, 4)])
+
+
 def test_samples_follow_the_softmax():
     """4,000 first tokens against exact probabilities: chi-square over the tokens that are expected at least 5
     times stays below its mean by less than 5 standard deviations. Would catch top-p, top-k, and an off-by-one
