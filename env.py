@@ -102,15 +102,15 @@ class Task:
 
 
 def load_questions(path: str | os.PathLike) -> list[Task]:
-    """The questions of a FlashRAG JSONL file (`id, question, golden_answers`), a task each. Raises ValueError naming the
-    line that is none."""
+    """The questions of a FlashRAG JSONL file (`id, question, golden_answers`), a task each. Raises ValueError naming
+    the line that is none."""
     return [Task(str(record["id"]), (record["question"],), (tuple(record["golden_answers"]),))
             for record in _records(path, "id", "question", "golden_answers")]
 
 
 def load_passages(path: str | os.PathLike) -> Iterator[Passage]:
-    """The passages of a wiki-18 JSONL file (`contents` = quoted title, newline, text). Raises ValueError naming the line
-    that is none."""
+    """The passages of a wiki-18 JSONL file (`contents` = quoted title, newline, text). Raises ValueError naming the
+    line that is none."""
     for record in _records(path, "contents"):
         title, _, text = record["contents"].partition("\n")
         yield Passage(title.removeprefix('"').removesuffix('"'), text)
@@ -124,7 +124,8 @@ def _records(path: str | os.PathLike, *names: str) -> Iterator[dict]:
                 for name in names:
                     record[name]
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{os.fspath(path)}, line {number}: no record with {', '.join(names)} ({error})") from None
+                where = f"{os.fspath(path)}, line {number}"
+                raise ValueError(f"{where}: no record with {', '.join(names)} ({error})") from None
             yield record
 
 

@@ -168,7 +168,8 @@ def actor_loss(ppo: torch.Tensor, entropy: torch.Tensor, kl: torch.Tensor, entro
 
 def bench(device: str, dtype: torch.dtype, N: int, H: int, H_T: int, V: int) -> None:
     """Print the extra peak memory, the time, and the gradients of both ways to the three scores of Eq. 7, 10 and 11."""
-    def peak():  # MiB, of this process on a CPU: it never falls, so the smaller one is measured first
+    def peak():
+        """MiB; on a CPU of this process: it never falls, so the smaller one is measured first."""
         if device == "cuda":
             torch.cuda.synchronize()
             return torch.cuda.max_memory_allocated() / 2**20
@@ -193,9 +194,10 @@ def bench(device: str, dtype: torch.dtype, N: int, H: int, H_T: int, V: int) -> 
         extra = peak() - before
         found[form] = extra, time.perf_counter() - start, h.grad, w.grad
     (memory, seconds, *grads), (memory_plain, seconds_plain, *grads_plain) = found[chunked], found[plain]
+    errors = [f"{(a - b).norm() / b.norm():.0e}" for a, b in zip(grads, grads_plain)]
     print(f"{N} action tokens, V = {V}, H = {H}, H_T = {H_T}, {dtype}: {memory:.0f} MiB beyond the inputs against "
-          f"{memory_plain:.0f} ({memory / memory_plain:.0%}), {seconds / seconds_plain:.2f} of the time; gradients differ by "
-          + " and ".join(f"{(a - b).norm() / b.norm():.0e}" for a, b in zip(grads, grads_plain)) + " (hidden, head)")
+          f"{memory_plain:.0f} ({memory / max(memory_plain, 1e-9):.0%}), {seconds / seconds_plain:.2f} of the time; relative "
+          f"difference of the gradients {errors[0]} (hidden states), {errors[1]} (head)")
 
 
 def main():
@@ -203,7 +205,8 @@ def main():
     parser.add_argument("--bench", action="store_true", help="measure action_scores beside the plain forms")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    for name, default in (("tokens", 2048), ("hidden_size", 512), ("teacher_hidden_size", 512), ("vocab_size", 151_936)):
+    sizes = ("tokens", 2048), ("hidden_size", 512), ("teacher_hidden_size", 512), ("vocab_size", 151_936)
+    for name, default in sizes:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     args = parser.parse_args()
     if args.bench:

@@ -421,6 +421,7 @@ def bench_forms(model, prompts, actions, prefix) -> dict[str, Callable[[], Itera
     that share q, or all that they can. Each yields, batch by batch, the calls' numbers and the hidden states at g(t,k).
     Batches are padded on the right and need no mask, where SDPA is fastest."""
     def batches(size):
+        """Of `size` calls each, by length."""
         order = sorted(range(len(prompts)), key=lambda c: len(prompts[c]) + len(actions[c]))
         for start in range(0, len(order), size):
             rows = order[start:start + size]
@@ -430,8 +431,9 @@ def bench_forms(model, prompts, actions, prefix) -> dict[str, Callable[[], Itera
 
     def packs(share):
         yield list(range(len(prompts))), action_hidden(model, pack(prompts, actions, share).to(model.device))
-    return {"loop": partial(batches, 1), "batch": partial(batches, len(prompts)),
-            "sorted": partial(batches, -(-len(prompts) // 4)), "q": partial(packs, prefix), "tree": partial(packs, None)}
+    n = len(prompts)
+    return {"loop": partial(batches, 1), "batch": partial(batches, n), "sorted": partial(batches, -(-n // 4)),
+            "q": partial(packs, prefix), "tree": partial(packs, None)}
 
 
 def bench_memory(model, run: Callable[[], None]) -> float:
@@ -458,12 +460,21 @@ def bench_memory(model, run: Callable[[], None]) -> float:
     return peak[0] / 2**20
 
 
+def bench_work(model, packed: Packed) -> int:
+    """Multiplications of a forward: the layers' weights for each token, and two products for each visible pair."""
+    config, weights = model.config, sum(p.numel() for p in model.base_model.layers.parameters() if p.ndim == 2)
+    pairs = (packed.position_ids + 1).sum().item()  # a token sees as many as it is deep
+    head = len(packed.action_ids) * config.vocab_size * config.hidden_size
+    return len(packed.input_ids) * weights + 2 * pairs * config.num_hidden_layers * config.hidden_size + head
+
+
 def bench(model, rounds: int) -> Iterator[str]:
     """The lines of a Markdown table, two for each entry of BENCH. Times are paired: every round runs all forms, each
     round in another order; what is shown are medians over rounds of ratios within a round, and their quartiles."""
-    yield ("| calls | shared | tokens | token ratio | forward: loop / batch / sorted | forward + backward: loop / batch / "
-           "sorted | to the best | of the token ratio | MiB | max abs dlogit |")
-    yield "|---" * 10 + "|"
+    yield ("| calls | shared | tokens | ratio of tokens | of work | forward: loop / batch / sorted | forward + backward "
+           "| to the best | of the token ratio | MiB | max abs dlogit |")
+    yield "|---" * 11 + "|"
+    singles = ("loop", "batch", "sorted")
     for title, shape in BENCH.items():
         prompts, actions, prefix = bench_calls(*shape)
         forms = bench_forms(model, prompts, actions, prefix)
@@ -491,20 +502,21 @@ def bench(model, rounds: int) -> Iterator[str]:
             for key in order[i % len(order):] + order[:i % len(order)]:
                 times[key].append(seconds(*key))
         times = {key: t[1:] for key, t in times.items()}
-        best = min(("loop", "batch", "sorted"), key=lambda name: median(times[name, True]))
+        best = min(singles, key=lambda name: median(times[name, True]))
         memory = {name: bench_memory(model, partial(run, name)) for name in (best, "q", "tree")}
         logits = {name: bench_logits(model, forms[name], actions) for name in ("loop", "q", "tree")}
-        single = sum(map(len, prompts)) + sum(map(len, actions))
+        alone = pack(prompts, actions, 0)
         for name, share in (("q", prefix), ("tree", None)):
-            S = len(pack(prompts, actions, share).input_ids)
+            packed = pack(prompts, actions, share)
+            tokens = len(alone.input_ids) / len(packed.input_ids)
             cells = [" / ".join(f"{median(a / b for a, b in zip(times[other, backward], times[name, backward])):.2f}"
-                                for other in ("loop", "batch", "sorted")) for backward in (False, True)]
-            gain = [a / b for a, b in zip(times[best, True], times[name, True])]
-            low, middle, high = quantiles(gain, n=4)
+                                for other in singles) for backward in (False, True)]
+            low, gain, high = quantiles((a / b for a, b in zip(times[best, True], times[name, True])), n=4)
             error = (logits[name] - logits["loop"]).abs().max().item()
-            yield (f"| {title} | {name} | {single} -> {S} | {single / S:.2f} | {cells[0]} | {cells[1]} | {best} "
-                   f"{middle:.2f} [{low:.2f}, {high:.2f}] | {middle * S / single:.0%} | {memory[best]:.0f} -> "
-                   f"{memory[name]:.0f} | {error:.0e} |")
+            yield (f"| {title} | {name} | {len(alone.input_ids)} -> {len(packed.input_ids)} | {tokens:.2f} "
+                   f"| {bench_work(model, alone) / bench_work(model, packed):.2f} | {cells[0]} | {cells[1]} "
+                   f"| {best} {gain:.2f} [{low:.2f}, {high:.2f}] | {gain / tokens:.0%} "
+                   f"| {memory[best]:.0f} -> {memory[name]:.0f} | {error:.0e} |")
 
 
 @torch.no_grad()
@@ -522,6 +534,7 @@ def bench_overhead(model) -> Iterator[str]:
     prompts, actions, prefix = bench_calls(300, 8)
 
     def fastest(run, n=5):
+        """Seconds, the least of n."""
         def once():
             start = time.perf_counter()
             run()
@@ -539,15 +552,16 @@ def bench_overhead(model) -> Iterator[str]:
     prompts, actions, prefix = bench_calls(300, 64)
     long = pad(pack(prompts, actions), 16384).to(model.device)
     end, S = long.subtree_end, len(long.input_ids)
-    slow = fastest(lambda: create_block_mask(lambda b, h, q, k: (k <= q) & (q < end[k]), None, None, S, S,
-                                             device=end.device), 1)
-    yield f"BlockMask at S = {S}: create_block_mask takes {slow / fastest(lambda: replace(long).block_mask):.0f} times as long."
+    generic = fastest(lambda: create_block_mask(lambda b, h, q, k: (k <= q) & (q < end[k]), None, None, S, S,
+                                                device=end.device), 1)
+    ratio = generic / fastest(lambda: replace(long).block_mask)
+    yield f"BlockMask at S = {S}: create_block_mask takes {ratio:.0f} times as long as building it from the tree."
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bench", action="store_true", help="time a random Qwen2 on packs and without them")
-    parser.add_argument("--rounds", type=int, default=9, help="of paired timings (default 9)")
+    parser.add_argument("--rounds", type=int, default=5, help="of paired timings (default 5)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     for name, default in (("hidden_size", 256), ("intermediate_size", 768), ("num_hidden_layers", 4),

@@ -165,8 +165,8 @@ def compare(model, hidden: dict[str, torch.Tensor], calls: list[Call], names: li
             truth=None) -> dict[str, Difference]:
     """Every representation, (N, H) hidden states of the model, against independent calls of `truth` (by default the
     model itself), each computed once; a few (ROWS, V) tensors are held at a time."""
-    names, truth, head = names or [f"call {c}" for c in range(len(calls))], truth or model, model.get_output_embeddings()
-    eps_share = TOLERANCE.get(model.dtype, 0.0)
+    names, truth = names or [f"call {c}" for c in range(len(calls))], truth or model
+    head, eps_share = model.get_output_embeddings(), TOLERANCE.get(model.dtype, 0.0)
     columns, places, largest, start = {name: [] for name in hidden}, [], 0.0, 0
     for name, call in tqdm(list(zip(names, calls)), desc="single calls", leave=False):
         logits = independent_logits(truth, call.prompt_ids, call.action_ids)               # (len(a), V)
@@ -379,7 +379,7 @@ def main():
     parser.add_argument("--tasks", type=int, default=64, help="tasks to sample (default 64)")
     parser.add_argument("--calls", type=int, default=4, help="calls of each task (default 4)")
     parser.add_argument("--max_new_tokens", type=int, default=72, help="tokens of a response at most (default 72)")
-    parser.add_argument("--quick", action="store_true", help="3 tasks, 16 tokens a response: a minute for a small model")
+    parser.add_argument("--quick", action="store_true", help="3 tasks, 16 tokens a response: a minute on a small model")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
     parser.add_argument("--clip_coef", type=float, default=0.2, help="epsilon of Eq. 10, for false clips (default .2)")
     parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], default="float32")

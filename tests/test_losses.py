@@ -1,5 +1,7 @@
 """Eq. 7-11 against autograd, float64, and definitions written another way."""
 
+import re
+
 import pytest
 import torch
 
@@ -69,6 +71,13 @@ def test_reverse_kl_on_three_tokens_by_hand():
     narrow, wide = torch.tensor([[0.0, 0.0, -30.0]]), torch.zeros(1, 3)
     torch.testing.assert_close(reverse_kl(narrow, wide), torch.tensor([1.5]).log())
     assert reverse_kl(wide, narrow) > 9
+
+
+def test_benchmark_measures_both_forms(capsys):
+    losses.bench("cpu", torch.float32, N=50, H=8, H_T=6, V=300)
+    out = capsys.readouterr().out
+    errors = re.findall(r"(\S+) \((?:hidden states|head)\)", out)
+    assert len(errors) == 2 and max(map(float, errors)) < 1e-5 and "of the time" in out
 
 
 def test_action_scores_without_teacher():

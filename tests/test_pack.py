@@ -193,6 +193,26 @@ def test_three_attentions_agree(kind):
             torch.testing.assert_close(action_hidden(model, packed, "flex"), dense, rtol=0, atol=2e-5)
 
 
+def test_benchmark_compares_equal_computations(monkeypatch):
+    """Each row: the token counts of its packs, the logits of single calls, and all forms timed. `work` by hand: a token
+    costs the layers' weights and twice the width for each token that it sees, an action token the head."""
+    shape = (5, 3, 1, False, 10)
+    monkeypatch.setattr(pack_file, "BENCH", {"small": shape, "append": (5, 3, 1, True, 10)})
+    model = tiny(vocab_size=1000)
+    _, _, *rows = pack_file.bench(model, rounds=2)
+    prompts, actions, prefix = pack_file.bench_calls(*shape)
+    alone, S = sum(map(len, prompts + actions)), len(pack(prompts, actions, prefix).input_ids)
+    cells = [c.strip() for c in rows[0].split("|")]
+    assert len(rows) == 4 and cells[2:4] == ["q", f"{alone} -> {S}"] and S == alone - 2 * 5
+    assert all(float(row.split("|")[-2]) < 1e-4 for row in rows)
+    assert (
+        float(rows[3].split("|")[4]) > 1.5 > float(rows[2].split("|")[4])
+    )  # append-only: only the tree shares
+    packed = pack([[1, 2]], [[3]])
+    weights = 2 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 64)
+    assert pack_file.bench_work(model, packed) == 3 * weights + (1 + 2 + 3) * 2 * 2 * 32 + 1000 * 32
+
+
 def test_segments_and_dense_have_the_same_gradients():
     prompts, actions, _ = random_calls()
     grads = []
@@ -328,8 +348,13 @@ def test_split_fills_packs_and_cuts_between_tasks(max_tokens):
     assert [c for run in runs for c in range(run.start, run.stop)] == list(range(len(prompts)))
     shared = lambda c: len(os.path.commonprefix([prompts[c - 1] + actions[c - 1], prompts[c] + actions[c]]))
     for run in runs[:-1]:
-        others = {c: len(pack(prompts[run.start : c], actions[run.start : c]).input_ids) for c in range(run.stop - 5, run.stop + 9)}
-        assert shared(run.stop) == min(shared(c) for c, S in others.items() if 0.85 * max_tokens <= S <= max_tokens)
+        others = {
+            c: len(pack(prompts[run.start : c], actions[run.start : c]).input_ids)
+            for c in range(run.stop - 5, run.stop + 9)
+        }
+        assert shared(run.stop) == min(
+            shared(c) for c, S in others.items() if 0.85 * max_tokens <= S <= max_tokens
+        )
 
 
 def test_split_cuts_one_huge_task_between_its_calls():

@@ -332,7 +332,9 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("case, share", [("random", "tree"), ("random", "q"), *((case, "tree") for case in SHARED)])
+@pytest.mark.parametrize(
+    "case, share", [("random", "tree"), ("random", "q"), *((case, "tree") for case in SHARED)]
+)
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
 def test_actor_gradients_are_those_of_single_calls(kind, case, share):
     """The whole actor loss, Eq. 7, 10 and 11, packed against a loop of single calls through plain autograd:

@@ -236,12 +236,19 @@ def test_a_common_prefix_is_read_once(sliding, temperature):
     window = dict(use_sliding_window=True, sliding_window=3, max_window_layers=0)
     model = tiny(attention="sdpa", **(window if sliding else {}))
     prompts = [[1, 2, 3, 4, *rest] for rest in ([5], [6, 7, 8, 9], [6, 7, 8, 9], [5, 1, 2])]
-    alone = [generate(model, [p], 6, temperature, generators=task_generators(0, 0, [str(i)])) for i, p in enumerate(prompts)]
+    alone = [
+        generate(model, [p], 6, temperature, generators=task_generators(0, 0, [str(i)]))
+        for i, p in enumerate(prompts)
+    ]
     read = []
-    model.register_forward_pre_hook(lambda _, args, kwargs: read.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True)
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: read.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
     ids, logprobs = generate(model, prompts, 6, temperature, generators=task_generators(0, 0, list("0123")))
     assert ids == [a[0][0] for a in alone]
-    torch.testing.assert_close(torch.tensor(logprobs), torch.tensor([a[1][0] for a in alone]), rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        torch.tensor(logprobs), torch.tensor([a[1][0] for a in alone]), rtol=0, atol=1e-4
+    )
     assert read[:2] == ([(4, 8), (4, 1)] if sliding else [(1, 4), (4, 4)])
 
 

@@ -23,6 +23,7 @@ from conftest import FAST, command
 from test_rce import TOKENIZER, trajectories
 from tiny import tiny
 from train import (
+    Clock,
     Batch,
     Config,
     advantages_of,
@@ -190,6 +191,7 @@ def test_gradients_depend_on_neither_packs_nor_share(change):
             batch_of(student, critic, teacher, packs, config),
             teacher,
             config,
+            Clock("cpu"),
         )
         results.append((found, [g for o in optimizers for g in grads[o]], len(packs)))
     (a, grads_a, n_a), (b, grads_b, n_b) = results
@@ -198,6 +200,15 @@ def test_gradients_depend_on_neither_packs_nor_share(change):
         assert a[key] == pytest.approx(b[key], rel=1e-5, abs=1e-6), key
     for x, y in zip(grads_a, grads_b, strict=True):
         assert (x - y).norm() <= 1e-5 * max(x.norm(), 1e-3)
+
+
+def test_clock_sums_laps_by_name(monkeypatch):
+    times = iter([0.0, 1.0, 3.0, 7.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(times))
+    clock = Clock("cpu")
+    for name in ("a", "b", "a"):
+        clock.lap(name)
+    assert clock.seconds == {"seconds_a": 5.0, "seconds_b": 2.0}
 
 
 def test_rewards_stand_on_the_last_token_of_their_call_and_stay_in_their_trajectory():
