@@ -196,8 +196,8 @@ def bench(device: str, dtype: torch.dtype, N: int, H: int, H_T: int, V: int) -> 
     (memory, seconds, *grads), (memory_plain, seconds_plain, *grads_plain) = found[chunked], found[plain]
     errors = [f"{(a - b).norm() / b.norm():.0e}" for a, b in zip(grads, grads_plain)]
     print(f"{N} action tokens, V = {V}, H = {H}, H_T = {H_T}, {dtype}: {memory:.0f} MiB beyond the inputs against "
-          f"{memory_plain:.0f} ({memory / max(memory_plain, 1e-9):.0%}), {seconds / seconds_plain:.2f} of the time; relative "
-          f"difference of the gradients {errors[0]} (hidden states), {errors[1]} (head)")
+          f"{memory_plain:.0f} ({memory / max(memory_plain, 1e-9):.0%}), {seconds / seconds_plain:.2f} of the time; "
+          f"relative difference of the gradients {errors[0]} (hidden states), {errors[1]} (head)")
 
 
 def main():

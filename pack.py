@@ -446,6 +446,7 @@ def bench_memory(model, run: Callable[[], None]) -> float:
     alive, peak, parameters = {}, [0], {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def keep(tensor):
+        """Count a storage once, and no weights."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
             alive[storage.data_ptr()] = storage.nbytes()
