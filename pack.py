@@ -472,8 +472,8 @@ def bench_work(model, packed: Packed) -> int:
 def bench(model, rounds: int) -> Iterator[str]:
     """The lines of a Markdown table, two for each entry of BENCH. Times are paired: every round runs all forms, each
     round in another order; what is shown are medians over rounds of ratios within a round, and their quartiles."""
-    yield ("| calls | shared | tokens | ratio of tokens | of work | forward: loop / batch / sorted | forward + backward "
-           "| to the best | of the token ratio | MiB | max abs dlogit |")
+    yield ("| calls | shared | tokens | ratio of tokens | of work | forward: loop / batch / sorted | forward + backward"
+           " | to the best | of the token ratio | MiB | max abs dlogit |")
     yield "|---" * 11 + "|"
     singles = ("loop", "batch", "sorted")
     for title, shape in BENCH.items():

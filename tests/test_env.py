@@ -1,5 +1,6 @@
 """The environment: scores by hand, hostile queries, the protocol, the toy."""
 
+import json
 import random
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from env import (
     Task,
     ToyWiki,
     exact_match,
+    load_passages,
+    load_questions,
     normalize,
     step_all,
     token_f1,
@@ -246,3 +249,19 @@ def test_a_horizon_that_the_toy_cannot_hold_is_an_error_and_no_endless_loop():
 def test_demo():
     out = subprocess.run([sys.executable, env_file.__file__], capture_output=True, text=True)
     assert out.returncode == 0 and "EM 2, F1 2" in out.stdout
+
+
+def test_questions_and_passages_from_files(tmp_path):
+    """FlashRAG's and wiki-18's lines; the outer quotes of a title go, inner ones and the rest of the text stay."""
+    questions, corpus = tmp_path / "q.jsonl", tmp_path / "c.jsonl"
+    questions.write_text('{"id": "a", "question": "who ?", "golden_answers": ["x", "y"]}\n')
+    (task,) = load_questions(questions)
+    assert task == Task("a", ("who ?",), (("x", "y"),))
+    corpus.write_text(json.dumps({"id": "0", "contents": '""Hey" he said"\nfirst "x"\nsecond'}) + "\n")
+    assert list(load_passages(corpus)) == [Passage('"Hey" he said', 'first "x"\nsecond')]
+    corpus.write_text('{"id": "0", "contents": "t"}\n{"id": "1"}\n')
+    with pytest.raises(ValueError, match="c.jsonl, line 2: "):
+        list(load_passages(corpus))
+    questions.write_text("[]\n")
+    with pytest.raises(ValueError, match="q.jsonl, line 1: "):
+        load_questions(questions)

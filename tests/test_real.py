@@ -1,12 +1,17 @@
-"""A real language model and a real tokenizer, where the environment names them: MEMOPD_MODEL is a folder with
-a small instruct model, MEMOPD_TOKENIZER one with Qwen2.5's tokenizer."""
+"""A real language model, tokenizer and text, where the environment names them: MEMOPD_MODEL is a folder with a small
+instruct model, MEMOPD_TOKENIZER one with Qwen2.5's tokenizer, MEMOPD_DATA one with HotpotQA questions and passages
+(hotpotqa/questions.jsonl and hotpotqa/corpus.jsonl)."""
 
+import json
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+import rce as rce_file
 from env import STOP, toy_envs
 from rce import independent_logits, rce
 from rollout import encode_prompt, generate, mem1, rollout, stop_on, task_generators
@@ -46,11 +51,33 @@ def test_rce_and_sampling_on_a_real_model():
     )
     for share in ("tree", "q"):
         found = rce(model, trajectories, share)
-        assert found.calls == 9 and found.holds(1e-5), str(found)
+        assert found.holds(), str(found)
     for call in (call for trajectory in trajectories for call in trajectory.calls):
         logp = independent_logits(model, call.prompt_ids, call.action_ids).log_softmax(-1)
         expected = logp.gather(1, torch.tensor(call.action_ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(call.logprobs), expected, rtol=0, atol=1e-3)
+
+
+def test_quick_audit_of_a_real_model_on_real_text():
+    """Tables 3 and 4 and Figure 3b in small: packs at the numerical floor, everything else off by orders of magnitude,
+    visibility more than positions."""
+    data = folder("MEMOPD_DATA")
+    files = ["--questions", f"{data}/hotpotqa/questions.jsonl", "--corpus", f"{data}/hotpotqa/corpus.jsonl"]
+    out = subprocess.run(
+        [sys.executable, rce_file.__file__, "--quick", "--json", "--model", folder("MEMOPD_MODEL"), *files],
+        capture_output=True,
+        text=True,
+    )
+    assert out.returncode == 0, out.stderr
+    report = json.loads(out.stdout)
+    table, figure = report["table3"], report["figure3b"]
+    floor = table["batching floor"]["p99_dlogp"]
+    assert report["holds"] and report["calls"] == 12 and len(report["table4"]) == 6
+    for row in (table["packing, q"], table["packing, tree"], *report["table4"].values()):
+        assert row["p99_dlogp"] <= 1e-4 and row["top1"] == 1 and row["false_clip"] == 0
+    assert table["packing, tree"]["p99_dlogp"] <= 2 * floor and table["packing, q"]["p99_dlogp"] <= 2 * floor
+    positions, visibility = figure["positions only"]["p99_dlogp"], figure["visibility only"]["p99_dlogp"]
+    assert visibility > positions > 1000 * floor and table["persistent history"]["p99_dlogp"] > 1000 * floor
 
 
 def test_stop_with_the_real_qwen_tokenizer():
