@@ -1,51 +1,109 @@
 """Evaluation (Section 4.1): EM, F1, peak context, dependency and seconds on Q2, Q8 and Q16, in the columns of Table 1.
 
-    EM, F1       summed over the questions of a task, mean over tasks
+    EM, F1       summed over the questions of a task, mean over tasks; by SQuAD's definition, or HotpotQA's, or MEM1's
     peak         the most tokens that one call reads and writes: max_t |z_t| + |a_t|, mean over tasks
     dependency   sum over generated segments s of |s| (|p_s| + floor(|s| / 2)), p_s = z_t; mean over tasks
     seconds      wall-clock time of the batched rollout, divided by the number of tasks
 
+The paper does not say whether q counts in peak and dependency: here it does, as in the cost of a call; --without_q
+leaves it out of both, as MEM1 does. (MEM1 also skips failed tasks in peak, and counts <think> twice; not so here.)
+
     python eval.py RUN                            # warm start, student and teacher of a run of train.py
-    python eval.py RUN/student --horizons 2 4     # any model folder or hub name
+    python eval.py MODEL --questions FILE --corpus INDEX --horizons 2 8 --records FOLDER      # a folder or hub name
+    python eval.py MODEL --questions FILE --corpus INDEX --keep_correct OUT.jsonl             # data for SFT
+    python eval.py compare PPO=FOLDER,FOLDER MemOPD=FOLDER,FOLDER                             # records of several runs
 """
 import argparse
+import json
+import os
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from statistics import mean, stdev
 
 import torch
 
-from env import STOP, SearchEnv, step_all, toy_envs
-from rollout import Trajectory, generate, load, rollout, stop_on, update_rules
+from env import RULES, STOP, SearchEnv, compose, load_questions, open_retriever, step_all, toy_envs
+from rollout import Trajectory, generate, load, rollout, stop_on, task_generators, update_rules
+
+METRICS = ("em", "f1", "peak", "dependency", "seconds")
 
 
-def peak(trajectory: Trajectory) -> int:
+def peak(trajectory: Trajectory, with_q: bool = True) -> int:
     """The longest call, in tokens."""
-    return max(len(call.prompt_ids) + len(call.action_ids) for call in trajectory.calls)
+    q = 0 if with_q else trajectory.prefix_len
+    return max(len(call.prompt_ids) - q + len(call.action_ids) for call in trajectory.calls)
 
 
-def dependency(trajectory: Trajectory) -> int:
+def dependency(trajectory: Trajectory, with_q: bool = True) -> int:
     """How many earlier tokens the generated ones depend on, in all."""
-    return sum(len(c.action_ids) * (len(c.prompt_ids) + len(c.action_ids) // 2) for c in trajectory.calls)
+    q = 0 if with_q else trajectory.prefix_len
+    return sum(len(c.action_ids) * (len(c.prompt_ids) - q + len(c.action_ids) // 2) for c in trajectory.calls)
 
 
 def evaluate(model, tokenizer, envs: list[SearchEnv], update: str = "mem1", max_new_tokens: int = 128,
-             max_len: int = 640, batch_size: int = 256, progress: str | None = None
-             ) -> tuple[dict[str, float], list[Trajectory]]:
-    """Greedy rollouts of all environments, batch_size at a time: the metrics above, and the trajectories."""
+             max_len: int = 640, batch_size: int = 256, progress: str | None = None, temperature: float = 0.0,
+             seed: int = 0, scores: str = "squad", with_q: bool = True, records: str | os.PathLike | None = None,
+             keep_correct: str | os.PathLike | None = None) -> tuple[dict[str, float], list[Trajectory]]:
+    """Roll out all environments, batch_size at a time: the means of METRICS, and the trajectories.
+
+    records: a JSONL file with a line a task, written batch by batch; the tasks that it holds are not run again.
+    keep_correct: a JSONL file to which the text of every episode with all answers right is added, for SFT."""
     rule, stop = update_rules(tokenizer)[update], stop_on(tokenizer, STOP)
+    done, trajectories = read_records(records), []
+    todo = [env for env in envs if env.task.id not in done]
+    for i in range(0, len(todo), batch_size):
+        batch, start = todo[i:i + batch_size], time.perf_counter()
+        noise = task_generators(seed, 0, [env.task.id for env in batch])
 
-    def sample(prompts, rows):
-        return generate(model, prompts, max_new_tokens, temperature=0, stop=stop)
+        def sample(prompts, rows):
+            return generate(model, prompts, max_new_tokens, temperature, stop, [noise[i] for i in rows])
+        new = rollout(sample, tokenizer, batch, step_all, rule, max_len - max_new_tokens, progress)
+        seconds = (time.perf_counter() - start) / len(batch)
+        for env, trajectory in zip(batch, new):
+            em, f1 = env.score(scores)
+            done[env.task.id] = {"task": env.task.id, "em": em, "f1": f1, "peak": peak(trajectory, with_q),
+                                 "dependency": dependency(trajectory, with_q), "seconds": seconds,
+                                 "calls": len(trajectory.calls), "answers": env.answers}
+        append(records, (done[env.task.id] for env in batch))
+        append(keep_correct, (as_text(env, t, tokenizer) for env, t in zip(batch, new)
+                              if env.score()[0] == len(env.task.questions)))  # a right answer ends a valid episode
+        trajectories += new
+    return {name: mean(done[env.task.id][name] for env in envs) for name in METRICS}, trajectories
 
-    trajectories, start, n = [], time.perf_counter(), len(envs)
-    for i in range(0, n, batch_size):
-        batch = envs[i:i + batch_size]
-        trajectories += rollout(sample, tokenizer, batch, step_all, rule, max_len - max_new_tokens, progress)
-    seconds, scores = time.perf_counter() - start, [env.score() for env in envs]
-    return {"em": sum(em for em, _ in scores) / n, "f1": sum(f1 for _, f1 in scores) / n,
-            "peak": sum(map(peak, trajectories)) / n, "dependency": sum(map(dependency, trajectories)) / n,
-            "seconds": seconds / n}, trajectories
+
+def as_text(env: SearchEnv, trajectory: Trajectory, tokenizer) -> dict:
+    """An episode without token ids: those of its maker mean nothing to another tokenizer."""
+    turns = [{"response": tokenizer.decode(call.action_ids, skip_special_tokens=True),
+              "observation": tokenizer.decode(call.observation_ids)} for call in trajectory.calls]
+    return {"task": env.task.id, "prompt": env.prompt(), "turns": turns}
+
+
+def append(path: str | os.PathLike | None, lines: Iterable[dict]) -> None:
+    """Add JSON lines to a file; each batch is on disk before the next begins."""
+    if path is not None:
+        with open(path, "a", encoding="utf-8") as f:
+            f.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def read_records(path: str | os.PathLike | None) -> dict[str, dict]:
+    """{task: record} of a records file, {} where there is none. A last line that was cut off by a crash is removed from
+    the file; any other damage is a ValueError naming the line."""
+    if path is None or not os.path.exists(path):
+        return {}
+    data = Path(path).read_bytes()
+    whole = data[:data.rfind(b"\n") + 1]
+    if whole != data:
+        Path(path).write_bytes(whole)
+    found = {}
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            record = json.loads(line)
+            found[record["task"]] = {**record, **{name: float(record[name]) for name in METRICS}}
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{os.fspath(path)}, line {number}: not a record of eval.py ({error})") from None
+    return found
 
 
 def table(rows: Iterable[tuple[str, str, dict[str, float]]]) -> Iterator[str]:
@@ -56,24 +114,60 @@ def table(rows: Iterable[tuple[str, str, dict[str, float]]]) -> Iterator[str]:
                f"| {m['seconds']:.3f} |")
 
 
-def main():
+def compare(groups: dict[str, list[Path]]) -> Iterator[str]:
+    """The layout of Table 1 for groups of records folders, a folder a seed: for every set the mean and the standard
+    deviation over seeds, and the change of F1 against the first group."""
+    found = {name: [{file.stem: read_records(file) for file in sorted(folder.glob("*.jsonl"))} for folder in folders]
+             for name, folders in groups.items()}
+    for name, seeds in found.items():
+        for folder, sets in zip(groups[name], seeds):
+            if sets.keys() != seeds[0].keys() or not all(sets.values()):
+                raise ValueError(f"{folder}: its sets are {sorted(sets)}, those of the other runs {sorted(seeds[0])}")
+    yield f"| set | model | runs | EM | F1 | change of F1 | {' | '.join(METRICS[2:])} |"
+    yield "|---" * 9 + "|"
+    base = next(iter(found.values()))[0]
+    for k in sorted(base, key=lambda k: (len(k), k)):
+        first = None
+        for name, seeds in found.items():
+            if k not in seeds[0]:
+                continue
+            runs = {m: [mean(r[m] for r in sets[k].values()) for sets in seeds] for m in METRICS}
+            cells = [f"{mean(x):.3f}" + (f" ± {stdev(x):.3f}" if len(x) > 1 else "") for x in (runs["em"], runs["f1"])]
+            first = first or mean(runs["f1"])
+            change = f"{mean(runs['f1']) / first - 1:+.1%}" if first else ""
+            yield (f"| {k} | {name} | {len(seeds)} | {cells[0]} | {cells[1]} | {change} | {mean(runs['peak']):.0f} "
+                   f"| {mean(runs['dependency']):.0f} | {mean(runs['seconds']):.3f} |")
+
+
+def parse(argv: list[str] | None = None):
+    """The command line of an evaluation."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="a run folder of train.py, a model folder, or a hub name")
+    parser.add_argument("model", help="a run folder of train.py, a model folder, or a hub name; or `compare`")
+    parser.add_argument("--questions", nargs="+", help="files of questions (env.load_questions); by default the toy")
+    parser.add_argument("--corpus", help="an index of env.py, a JSONL of passages, or a retrieval server's URL")
     parser.add_argument("--horizons", type=int, nargs="+", default=[2, 8, 16], help="questions per task")
-    parser.add_argument("--questions", type=int, default=640, help="held-out questions per horizon (Q2: 320 tasks)")
+    parser.add_argument("--n", type=int, default=640, help="held-out questions per horizon at most (Q2: 320 tasks)")
     parser.add_argument("--update", choices=list(update_rules(None)), default="mem1", help="the update rule U of Eq. 1")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
+    parser.add_argument("--scores", choices=RULES, default="squad", help="whose definition of EM and F1")
+    parser.add_argument("--without_q", action="store_true", help="leave q out of peak and dependency, as MEM1 does")
     parser.add_argument("--max_new_tokens", type=int, default=128, help="tokens of a response at most")
     parser.add_argument("--max_len", type=int, default=640, help="tokens of a call at most")
-    parser.add_argument("--batch_size", type=int, default=256, help="episodes that advance together")
+    parser.add_argument("--max_obs", type=int, default=1000, help="tokens of an observation at most, in whole passages")
+    parser.add_argument("--top_k", type=int, help="passages of a search (default 2 for the toy, else 3)")
+    parser.add_argument("--batch_size", type=int, default=256, help="tasks that run at once")
+    parser.add_argument("--records", type=Path, help="folder for a line a task; what it holds is not run again")
+    parser.add_argument("--keep_correct", type=Path, help="JSONL to which right episodes are added as text, for SFT")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of questions, and of sampling")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    args = parser.parse_args()
-    if min(args.horizons) < 1 or args.questions < 1:
-        parser.error("--horizons and --questions must be positive")
-    try:
-        for line in table(rows(args)):
-            print(line, flush=True)
-    except ValueError as error:
-        raise SystemExit(f"eval.py: {error}") from None
+    args = parser.parse_args(argv)
+    if min(*args.horizons, args.n, args.batch_size, args.max_new_tokens) < 1:
+        parser.error("--horizons, --n, --batch_size and --max_new_tokens must be positive")
+    if args.max_len <= args.max_new_tokens:
+        parser.error(f"--max_len {args.max_len} must leave room for a prompt beside {args.max_new_tokens} new tokens")
+    if bool(args.questions) != bool(args.corpus):
+        parser.error("--questions and --corpus go together")
+    return args
 
 
 def rows(args) -> Iterator[tuple[str, str, dict[str, float]]]:
@@ -81,13 +175,53 @@ def rows(args) -> Iterator[tuple[str, str, dict[str, float]]]:
     run = Path(args.model)
     models = {name: str(run / name) for name in ("warm_start", "student", "teacher") if (run / name).is_dir()}
     models = models or {run.name: args.model}
+    questions = [task for path in args.questions or [] for task in load_questions(path)]
+    retriever = open_retriever(args.corpus) if args.corpus else None
     for k in args.horizons:
         for name, path in models.items():
             tokenizer, model = load(path, args.device)
-            envs = toy_envs("test", max(1, args.questions // k), k)
-            metrics, _ = evaluate(model, tokenizer, envs, args.update, args.max_new_tokens, args.max_len,
-                                  args.batch_size, progress=f"Q{k}, {name}")
+            settings = dict(budget=args.max_obs, length=lambda text: len(tokenizer.encode(text)))
+            if questions:
+                tasks = compose(questions, k, args.seed)[:max(1, args.n // k)]
+                envs = [SearchEnv(task, retriever, top_k=args.top_k or 3, **settings) for task in tasks]
+            else:
+                envs = toy_envs("test", max(1, args.n // k), k, top_k=args.top_k or 2, **settings)
+            folder = args.records and open_records(args.records / name if len(models) > 1 else args.records, path, args)
+            metrics, _ = evaluate(
+                model, tokenizer, envs, args.update, args.max_new_tokens, args.max_len, args.batch_size,
+                f"Q{k}, {name}", args.temperature, args.seed, args.scores, not args.without_q,
+                folder and folder / f"Q{k}.jsonl", args.keep_correct)
             yield f"Q{k}", name, metrics
+
+
+def open_records(folder: Path, model: str, args) -> Path:
+    """Make the folder, or continue in it: raise ValueError where it holds records made with other settings."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ours = {name: value for name, value in vars(args).items() if name not in (
+        "horizons", "n", "batch_size", "records", "keep_correct", "device")} | {"model": os.path.abspath(model)}
+    file = folder / "settings.json"
+    theirs = json.loads(file.read_text()) if file.exists() else ours
+    for name in ours:
+        if ours[name] != theirs.get(name):
+            raise ValueError(f"{folder} holds records with {name} {theirs.get(name)!r}, not {ours[name]!r}; choose "
+                             "another folder")
+    file.write_text(json.dumps(ours, indent=1) + "\n")
+    return folder
+
+
+def main():
+    try:
+        if sys.argv[1:2] == ["compare"]:
+            groups = dict(group.partition("=")[::2] for group in sys.argv[2:])
+            if not groups or not all(groups.values()):
+                raise ValueError("compare takes NAME=FOLDER,FOLDER,... for each group of runs")
+            lines = compare({name: [Path(p) for p in folders.split(",")] for name, folders in groups.items()})
+        else:
+            lines = table(rows(parse()))
+        for line in lines:
+            print(line, flush=True)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"eval.py: {error}") from None
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ scored in the exact state in which it was sampled.
     python train.py                       # the preset `tiny`: an invented encyclopedia, on a CPU or one GPU, to the end
     python train.py --distill history     # the control of Figure 3a: the teacher reads a flat history
     python train.py --distill none        # PPO alone
+    python train.py --questions Q.jsonl --corpus INDEX --student NAME --teacher NAME     # real questions and models
+    python train.py --stage sft --sft_data TURNS.jsonl --student NAME                    # SFT (Section 3.2) before that
 
 What the paper does not state, and we chose (values are MEM1's where it has them, and flags):
  1. Advantages are whitened over the batch's action tokens; Eq. 10 says nothing about it.
@@ -29,13 +31,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, HfArgumentParser, LlamaConfig
 
-from env import STOP, ToyWiki, step_all, toy_envs
+from env import STOP, SearchEnv, ToyWiki, compose, load_questions, open_retriever, step_all, toy_envs
 from eval import evaluate, table
 from losses import action_scores, actor_loss, gae, ppo_loss, token_rewards, value_loss, whiten
 from pack import Packed, action_hidden, check_model, pack, pack_history, split
@@ -53,6 +56,7 @@ def flag(default, text: str):
 class Config:
     """Every hyper-parameter, with the symbol and the source of its value; `PRESETS` change some."""
     preset: Literal["tiny"] = flag("tiny", "a named set of defaults; flags override it")
+    stage: Literal["rl", "sft"] = flag("rl", "rl: Section 3.4; sft: turn-level examples first (Section 3.2)")
     run: str = flag("runs/tiny", "folder for models, metrics and trajectories; must not exist yet")
     seed: int = flag(0, "of everything random")
     device: str = flag("cuda" if torch.cuda.is_available() else "cpu", "torch device")
@@ -60,10 +64,16 @@ class Config:
     teacher: str = flag("", "pi_T: folder or hub name; empty: SFT on the toy (Section 3.2)")
     distill: Literal["aligned", "history", "none"] = flag(
         "aligned", "the state that the teacher reads: aligned = MemOPD, history = the control of Figure 3a, none = PPO")
+    # data
+    questions: str = flag("", "files of training questions, joined by commas (env.load_questions); empty: the toy")
+    test_questions: str = flag("", "files of held-out questions, joined by commas; empty: the toy")
+    corpus: str = flag("", "passages: an index of env.py, a JSONL, or a retrieval server's URL")
+    top_k: int = flag(3, "passages of a search (Search-R1: 3)")
+    max_obs: int = flag(1000, "tokens of an observation at most, in whole passages (MEM1: 1000)")
     # roll out
     steps: int = flag(500, "updates of pi_old (MEM1: 500)")
     tasks_per_step: int = flag(128, "tasks that are rolled out in a step (MEM1: 128)")
-    questions: int = flag(2, "questions per training task (Section 4.1: trained on Q2 only)")
+    horizon: int = flag(2, "questions per training task (Section 4.1: trained on Q2 only)")
     update: Literal["mem1", "full_response", "suffix_retention", "summary_replacement", "sliding_window",
                     "retrieval_refresh"] = flag("mem1", "the update rule U of Eq. 1 (Section 3.2: MEM1's)")
     reward: Literal["em", "f1"] = flag("em", "r_t of the last call, summed over questions (MEM1: em)")
@@ -90,6 +100,10 @@ class Config:
     # evaluation
     horizons: str = flag("2,8,16", "questions per task in the last table (Section 4.1: Q2, Q8, Q16)")
     eval_questions: int = flag(640, "held-out questions per horizon and model (Q2: 320 tasks); 0: no table")
+    # SFT on recorded episodes
+    sft_data: str = flag("", "episodes as text, from eval.py --keep_correct (Section 4.1: 20,036 examples)")
+    sft_epochs: int = flag(1, "passes over them (Section 4.1: 1)")
+    sft_lr: float = flag(1e-5, "learning rate of SFT, with warm-up and decay (not in the paper)")
     # warm start of the toy
     hidden_size: int = flag(128, "width of the toy models")
     layers: int = flag(3, "layers of the toy models")
@@ -101,8 +115,8 @@ class Config:
 
 
 PRESETS = {"tiny": dict(
-    steps=50, tasks_per_step=48, max_new_tokens=128, max_len=640, max_tokens=8192, distill_coef=1.0, ppo_epochs=2,
-    actor_lr=2e-4, critic_lr=1e-3)}
+    steps=50, tasks_per_step=48, top_k=2, max_new_tokens=128, max_len=640, max_tokens=8192, distill_coef=1.0,
+    ppo_epochs=2, actor_lr=2e-4, critic_lr=1e-3)}
 
 
 def parse_config(args: list[str] | None = None) -> Config:
@@ -112,8 +126,8 @@ def parse_config(args: list[str] | None = None) -> Config:
     parser.set_defaults(**PRESETS[named.preset])
     config, unknown = parser.parse_args_into_dataclasses(args, return_remaining_strings=True)
     problems = [f"unknown arguments: {' '.join(unknown)}"] if unknown else []
-    for name in ("steps", "tasks_per_step", "questions", "temperature", "max_new_tokens", "max_tokens", "ppo_epochs",
-                 "save_every", "sft_steps", "sft_questions", "sft_horizon"):
+    for name in ("steps", "tasks_per_step", "horizon", "temperature", "max_new_tokens", "max_tokens", "ppo_epochs",
+                 "save_every", "sft_steps", "sft_questions", "sft_horizon", "sft_epochs", "top_k", "max_obs"):
         if getattr(config, name) <= 0:
             problems.append(f"--{name} must be positive")
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", config.horizons):
@@ -129,7 +143,14 @@ def parse_config(args: list[str] | None = None) -> Config:
     if config.max_len <= config.max_new_tokens:
         problems.append(f"--max_len {config.max_len} leaves no room for a prompt beside --max_new_tokens "
                         f"{config.max_new_tokens}")
-    if bool(config.student) != bool(config.teacher) and (config.teacher or config.distill != "none"):
+    if bool(config.questions) != bool(config.corpus) or config.test_questions and not config.questions:
+        problems.append("--questions and --corpus go together, --test_questions with both")
+    if config.questions and config.stage == "rl" and not config.student:
+        problems.append("--questions needs a --student: the toy's models read the toy alone")
+    if (config.stage == "sft") != bool(config.sft_data) or config.sft_data and not config.student:
+        problems.append("--stage sft needs --sft_data and a --student to begin with, and --sft_data needs that stage")
+    alone = config.distill == "none" or config.stage == "sft"
+    if bool(config.student) != bool(config.teacher) and (config.teacher or not alone):
         problems.append("--student and --teacher go together (with --distill none a --student is enough)")
     if problems:
         parser.error("; ".join(problems))
@@ -223,7 +244,7 @@ def warm_start(config: Config, run: Path, log: Callable) -> tuple:
     others = [p for p in model.parameters() if not any(p is m for m in matrices)]
     optimizers = [torch.optim.Muon(matrices, lr=0.01, weight_decay=0),
                   torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0)]
-    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: sft_lr(step / config.sft_steps)) for o in optimizers]
+    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda s: sft_rate(s / config.sft_steps)) for o in optimizers]
     for step in (bar := tqdm(range(config.sft_steps), desc="warm start (SFT)")):
         rng, envs = random.Random(f"{config.seed} {step}"), []
         longest = sft_longest(step / config.sft_steps, config.sft_horizon)
@@ -261,9 +282,118 @@ def sft_longest(progress: float, horizon: int) -> int:
     return min(horizon, 3 + round(max(0.0, progress - 0.3) / 0.3 * max(0, horizon - 3)))
 
 
-def sft_lr(progress: float) -> float:
-    """Up over the first 4 %, constant, then down over the last 40 %."""
+def sft_rate(progress: float) -> float:
+    """Share of the learning rate: up over the first 4 %, constant, then down over the last 40 %."""
     return min(1.0, progress / 0.04 + 0.02, 0.02 + (1 - progress) / 0.4)
+
+
+# ---- SFT on recorded episodes (Section 3.2) --------------------------------------------------------------------------
+
+class Replay:
+    """An episode that eval.py kept as text, as an environment in which it happens again."""
+
+    def __init__(self, record: dict):
+        self.task, self.text = SimpleNamespace(id=record["task"]), record["prompt"]
+        self.turns = [(turn["response"], turn["observation"]) for turn in record["turns"]]
+        self.at = 0
+        if not self.turns or not all(response and isinstance(response + seen, str) for response, seen in self.turns):
+            raise ValueError("an episode needs turns, each with a response and an observation")
+
+    def prompt(self) -> str:
+        """The text of q."""
+        return self.text
+
+    def response(self) -> str:
+        """What the agent said next."""
+        return self.turns[self.at][0]
+
+    @staticmethod
+    def step_all(envs: list["Replay"], responses: list[str]) -> list[tuple[str, float, bool]]:
+        """Eq. 1, as recorded."""
+        for env in envs:
+            env.at += 1
+        return [(env.turns[env.at - 1][1], 0.0, env.at == len(env.turns)) for env in envs]
+
+
+def replay(path: str, tokenizer, update: Callable) -> list[Trajectory]:
+    """The episodes of a file, tokenised once, in the contexts that the update rule makes of them. Raises ValueError
+    naming the line that holds none."""
+    episodes = []
+    with open(path, encoding="utf-8", errors="replace") as f:
+        for number, line in enumerate(f, 1):
+            try:
+                episodes.append(Replay(json.loads(line)))
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(f"{path}, line {number}: no episode of eval.py --keep_correct ({error})") from None
+    return rollout(scripted(Replay.response, tokenizer, episodes), tokenizer, episodes, Replay.step_all, update)
+
+
+def sft(config: Config) -> None:
+    """Train --student on the turn-level examples of --sft_data: every response in the exact context of its call."""
+    torch.manual_seed(config.seed)
+    tokenizer, model = load_model(config.student, config.device)
+    trajectories = replay(config.sft_data, tokenizer, update_rules(tokenizer)[config.update])
+    run, log = open_run(config)
+    n = config.tasks_per_step
+    batches = [random.Random(f"{config.seed} {epoch}").sample(trajectories, len(trajectories))[i:i + n]
+               for epoch in range(config.sft_epochs) for i in range(0, len(trajectories), n)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.sft_lr, weight_decay=0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: sft_rate(step / len(batches)))
+    for step, batch in enumerate(bar := tqdm(batches, desc=f"SFT, {sum(len(t.calls) for t in trajectories)} examples")):
+        packs = pack_calls(batch, config)
+        N, metrics = sum(len(packed.action_ids) for packed in packs), defaultdict(float)
+        for packed in packs:
+            loss, accuracy = sft_loss(model, packed)
+            share = len(packed.action_ids) / N
+            (loss * share).backward()
+            metrics["loss"] += loss.item() * share
+            metrics["accuracy"] += accuracy * share
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        bar.set_postfix({name: f"{value:.3f}" for name, value in metrics.items()})
+        log(stage="sft", step=step, action_tokens=N, **metrics)
+    save(run / "student", model, tokenizer)
+
+
+# ---- tasks -----------------------------------------------------------------------------------------------------------
+
+def open_data(config: Config) -> Callable[..., list[tuple]]:
+    """tasks(split, n, k, step) -> n pairs of (task of k questions, its retriever): of the toy, or of the files of the
+    flags, whose training questions are all used before any comes again. Raises ValueError where there are too few, or
+    a held-out question is a training one."""
+    horizons = [int(k) for k in config.horizons.split(",")] if config.eval_questions else []
+    if not config.questions:
+        def toy(split, n, k, step=0):
+            envs = toy_envs(f"train-{config.seed}" if split == "train" else split, n, k, step)
+            return [(env.task, env.retriever) for env in envs]
+        toy("test", 1, max(config.horizon, config.sft_horizon, *horizons))  # an error now, and not after the training
+        return toy
+    retriever, questions = open_retriever(config.corpus), {
+        name: [task for path in paths.split(",") if path for task in load_questions(path)]
+        for name, paths in (("train", config.questions), ("test", config.test_questions))}
+    known = {task.questions for task in questions["train"]}
+    for task in questions["test"]:
+        if task.questions in known:
+            raise ValueError(f"held-out question {task.id} is a training question too: {task.questions[0]}")
+    for name, k in (("train", config.horizon), *(("test", k) for k in horizons if questions["test"])):
+        print(f"{name}: {len(questions[name])} questions make {len(compose(questions[name], k))} tasks of {k}")
+
+    def files(name, n, k, step=0):
+        if name == "test":  # the same for every seed
+            return [(task, retriever) for task in compose(questions[name], k)[:n]] if questions[name] else []
+        places, size = range(step * n, (step + 1) * n), len(questions[name]) // k
+        epochs = {e: compose(questions[name], k, f"{config.seed} {e}") for e in {i // size for i in places}}
+        return [(epochs[i // size][i % size], retriever) for i in places]
+    return files
+
+
+def make_envs(tasks: list[tuple], tokenizer, config: Config) -> list[SearchEnv]:
+    """Fresh episodes."""
+    return [SearchEnv(task, retriever, config.reward, config.top_k, budget=config.max_obs,
+                      length=lambda text: len(tokenizer.encode(text, add_special_tokens=False)))
+            for task, retriever in tasks]
 
 
 # ---- the parts of a step ---------------------------------------------------------------------------------------------
@@ -420,19 +550,21 @@ def open_run(config: Config) -> tuple[Path, Callable]:
     return run, log
 
 
-def show(student, tokenizer, config: Config, when: str) -> None:
-    """Print one held-out task as the student does it, decoded."""
-    envs = toy_envs("test", 1, config.questions)
+def show(student, tokenizer, config: Config, tasks: Callable, when: str) -> None:
+    """Print one task, held out where there are such, as the student does it, decoded."""
+    held_out = tasks("test", 1, config.horizon)
+    envs = make_envs(held_out or tasks("train", 1, config.horizon), tokenizer, config)
     _, (trajectory,) = evaluate(student, tokenizer, envs, config.update, config.max_new_tokens, config.max_len)
-    tqdm.write(f"\n--- one held-out task {when}; the answers are {' ; '.join(a[0] for a in envs[0].task.answers)}\n"
+    title = f"one {'held-out' if held_out else 'training'} task {when}"
+    tqdm.write(f"\n--- {title}; the answers are {' ; '.join(a[0] for a in envs[0].task.answers)}\n"
                f"{format_trajectory(trajectory, tokenizer)}\n")
 
 
-def compare_models(models: dict, tokenizer, config: Config) -> Iterator[tuple[str, str, dict]]:
+def compare_models(models: dict, tokenizer, config: Config, tasks: Callable) -> Iterator[tuple[str, str, dict]]:
     """The rows of the last table: every model on every horizon, on the same held-out tasks."""
     for k in map(int, config.horizons.split(",")):
         for name, model in models.items():
-            envs = toy_envs("test", max(1, config.eval_questions // k), k)
+            envs = make_envs(tasks("test", max(1, config.eval_questions // k), k), tokenizer, config)
             metrics, _ = evaluate(model, tokenizer, envs, config.update, config.max_new_tokens, config.max_len,
                                   progress=f"Q{k}, {name}")
             yield f"Q{k}", name, metrics
@@ -443,8 +575,7 @@ def compare_models(models: dict, tokenizer, config: Config) -> Iterator[tuple[st
 def train(config: Config) -> None:
     """Warm start or load, then the loop, then the table. Everything lands in the run folder as soon as it is known."""
     torch.manual_seed(config.seed)
-    longest = max(config.questions, config.sft_horizon, *map(int, config.horizons.split(",")))
-    toy_envs("test", 1, longest)  # raises if the toy has no such tasks: better now than after the training
+    tasks = open_data(config)
     run, log = open_run(config)
     tokenizer, student, teacher = load_models(config) if config.student else warm_start(config, run, log)
     reference, critic = frozen(student), make_critic(student)
@@ -452,12 +583,12 @@ def train(config: Config) -> None:
     optimizers = [torch.optim.AdamW(student.parameters(), lr=config.actor_lr, weight_decay=0),
                   torch.optim.AdamW(critic.parameters(), lr=config.critic_lr, weight_decay=0)]
     update, stop, T = update_rules(tokenizer)[config.update], stop_on(tokenizer, STOP), config.temperature
-    show(student, tokenizer, config, "before training")
+    show(student, tokenizer, config, tasks, "before training")
 
-    for step in tqdm(range(config.steps), desc=f"{config.distill}, Q{config.questions}"):
+    for step in tqdm(range(config.steps), desc=f"{config.distill}, Q{config.horizon}"):
         clock = Clock(config.device)
         # 1. Roll out (Section 3.2, Eq. 1): the student samples with compact memory, and every call is recorded.
-        envs = toy_envs(f"train-{config.seed}", config.tasks_per_step, config.questions, step, reward=config.reward)
+        envs = make_envs(tasks("train", config.tasks_per_step, config.horizon, step), tokenizer, config)
         noise = task_generators(config.seed, step, [env.task.id for env in envs])
         trajectories = rollout(
             lambda prompts, rows: generate(student, prompts, config.max_new_tokens, T, stop, [noise[i] for i in rows]),
@@ -506,10 +637,10 @@ def train(config: Config) -> None:
             with uninterrupted():
                 save_trajectories(run / "trajectories.jsonl", trajectories)
 
-    show(student, tokenizer, config, "after training")
-    if config.eval_questions:
+    show(student, tokenizer, config, tasks, "after training")
+    if config.eval_questions and tasks("test", 1, 1):
         models = {"warm_start": reference, "student": student, **({"teacher": teacher} if teacher else {})}
-        result = "\n".join(table(compare_models(models, tokenizer, config)))
+        result = "\n".join(table(compare_models(models, tokenizer, config, tasks)))
         with uninterrupted():
             (run / "table.md").write_text(result + "\n")
         print(result)
@@ -518,8 +649,8 @@ def train(config: Config) -> None:
 def main() -> None:
     config = parse_config()
     try:
-        train(config)
-    except ValueError as error:
+        (sft if config.stage == "sft" else train)(config)
+    except (ValueError, OSError) as error:
         raise SystemExit(f"train.py: {error}") from None
     except KeyboardInterrupt:
         raise SystemExit(f"\ninterrupted; what was computed so far is in {config.run}") from None

@@ -1,12 +1,15 @@
 """Metrics by hand, and the command."""
 
+import json
 import os
 import subprocess
 import sys
 
+import pytest
+
 import eval as eval_file
 from env import ToyWiki, toy_envs
-from eval import dependency, evaluate, peak, table
+from eval import compare, dependency, evaluate, peak, table
 from rollout import Call, Trajectory
 from test_rce import TOKENIZER
 from tiny import tiny
@@ -18,6 +21,8 @@ def test_peak_and_dependency_by_hand():
     call = lambda z, a: Call([1] * z, [2] * a, [0.0] * a, [])
     trajectory = Trajectory("t", 3, [call(3, 2), call(6, 5)])
     assert peak(trajectory) == 11 and dependency(trajectory) == 48
+    # without q, as MEM1 counts: 8; 2 (0 + 1) + 5 (3 + 2) = 27
+    assert peak(trajectory, with_q=False) == 8 and dependency(trajectory, with_q=False) == 27
 
 
 def test_evaluate_sums_over_questions_and_means_over_tasks(monkeypatch):
@@ -55,6 +60,92 @@ def test_batches_do_not_change_scores():
     ]
 
 
+def expert_sample(monkeypatch, calls):
+    """The expert in the place of the model; counts the tasks that it is asked for."""
+    import rollout
+
+    def run(sample, tokenizer, part, *rest):
+        calls.extend(env.task.id for env in part)
+        return rollout.rollout(rollout.scripted(ToyWiki.expert, tokenizer, part), tokenizer, part, *rest)
+
+    monkeypatch.setattr(eval_file, "rollout", run)
+
+
+def test_a_crashed_evaluation_goes_on_where_it_was(tmp_path, monkeypatch):
+    """Three batches of two; the file is cut in the middle of its fourth line. The three whole tasks are not run again,
+    and the means are those of an uninterrupted run."""
+    calls, records = [], tmp_path / "Q2.jsonl"
+    expert_sample(monkeypatch, calls)
+    run = lambda: evaluate(
+        None, TOKENIZER, toy_envs("test", 6, 2), max_len=10_000, batch_size=2, records=records
+    )
+    first, _ = run()
+    lines = records.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 6 and calls == [env.task.id for env in toy_envs("test", 6, 2)]
+    records.write_bytes(b"".join(lines[:3]) + lines[3][:20])
+    calls.clear()
+    again, trajectories = run()
+    assert calls == [env.task.id for env in toy_envs("test", 6, 2)][3:] and len(trajectories) == 3
+    assert {k: v for k, v in again.items() if k != "seconds"} == {
+        k: v for k, v in first.items() if k != "seconds"
+    }
+    assert len(records.read_bytes().splitlines()) == 6
+    records.write_bytes(b'{"task": "x"}\n')
+    with pytest.raises(ValueError, match="Q2.jsonl, line 1: not a record"):
+        run()
+
+
+def test_right_episodes_are_kept_as_text(tmp_path, monkeypatch):
+    """Only those with every answer right; each turn as the environment saw it, no token ids."""
+    import rollout
+
+    out = tmp_path / "kept.jsonl"
+    envs = toy_envs("test", 4, 2)
+    wrong = envs[2]
+    respond = lambda env: "<answer> nothing </answer>" if env is wrong else ToyWiki.expert(env)
+    monkeypatch.setattr(
+        eval_file,
+        "rollout",
+        lambda sample, tokenizer, part, *rest: rollout.rollout(
+            rollout.scripted(respond, tokenizer, part), tokenizer, part, *rest
+        ),
+    )
+    evaluate(None, TOKENIZER, envs, max_len=10_000, keep_correct=out)
+    kept = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [k["task"] for k in kept] == [e.task.id for e in envs if e is not wrong]
+    replayed = toy_envs("test", 4, 2)[0]
+    assert kept[0]["prompt"] == replayed.prompt()
+    for turn in kept[0]["turns"]:
+        assert turn == {"response": turn["response"], "observation": replayed.step(turn["response"])[0]}
+    assert replayed.score() == (2, 2)
+
+
+def test_compare_by_hand(tmp_path):
+    """F1 of two seeds 1 and 2 against 3 and 5: 1.5 ± 0.707, 4 ± 1.414, +166.7 %; sets in the order of their horizon."""
+    for folder, f1 in (("a0", 1), ("a1", 2), ("b0", 3), ("b1", 5)):
+        (tmp_path / folder).mkdir()
+        for k in (2, 16):
+            record = dict(em=1, f1=f1, peak=10, dependency=20, seconds=0.5)
+            (tmp_path / folder / f"Q{k}.jsonl").write_text(
+                "".join(
+                    json.dumps({"task": str(i), **record, "f1": f1 + d}) + "\n" for i, d in enumerate((-1, 1))
+                )
+            )
+    groups = {"A": [tmp_path / "a0", tmp_path / "a1"], "B": [tmp_path / "b0", tmp_path / "b1"]}
+    _, _, *rows = compare(groups)
+    assert [row.split(" | ")[:2] for row in rows] == [
+        ["| Q2", "A"],
+        ["| Q2", "B"],
+        ["| Q16", "A"],
+        ["| Q16", "B"],
+    ]
+    assert rows[1] == "| Q2 | B | 2 | 1.000 ± 0.000 | 4.000 ± 1.414 | +166.7% | 10 | 20 | 0.500 |"
+    assert "1.500 ± 0.707 | +0.0%" in rows[0]
+    (tmp_path / "b1" / "Q16.jsonl").unlink()
+    with pytest.raises(ValueError, match="b1: its sets are"):
+        list(compare(groups))
+
+
 def test_table_is_markdown():
     """One column a metric; and each row comes as soon as it is known."""
     metrics = dict(em=1.5, f1=1.625, peak=200.4, dependency=12345.4, seconds=0.5)
@@ -74,13 +165,13 @@ def test_command(runs):
         cwd=folder,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
-    out = run("a", "--questions", "3", "--horizons", "1", "--max_new_tokens", "16")
+    out = run("a", "--n", "3", "--horizons", "1", "--max_new_tokens", "16")
     assert out.returncode == 0 and [line.split("|")[2].strip() for line in out.stdout.splitlines()[2:]] == [
         "warm_start",
         "student",
         "teacher",
     ]
-    out = run("a/student", "--questions", "3", "--horizons", "1", "2", "--max_new_tokens", "16")
+    out = run("a/student", "--n", "3", "--horizons", "1", "2", "--max_new_tokens", "16")
     assert out.returncode == 0 and out.stdout.count("| student |") == 2
     out = run("a/nothing")
     assert (
@@ -90,3 +181,48 @@ def test_command(runs):
     )
     out = run("a", "--horizons", "0")
     assert out.returncode == 2 and "--horizons" in out.stderr
+
+
+def test_command_on_files(runs, tmp_path):
+    """Questions and passages of files; records that continue, and are not mixed with those of other settings."""
+    folder, _ = runs
+    world = ToyWiki(0)
+    questions = [
+        {"id": str(i), "question": q, "golden_answers": [a[0]]}
+        for i, task in enumerate(world.tasks(6, 1))
+        for q, a in zip(task.questions, task.answers)
+    ]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(q) + "\n" for q in questions))
+    (tmp_path / "c.jsonl").write_text(
+        "".join(json.dumps({"contents": f"{p.title}\n{p.text}"}) + "\n" for p in world.passages)
+    )
+    files = ["--questions", str(tmp_path / "q.jsonl"), "--corpus", str(tmp_path / "c.jsonl")]
+    args = [
+        "a/student",
+        *files,
+        "--horizons",
+        "1",
+        "2",
+        "--max_new_tokens",
+        "8",
+        "--records",
+        str(tmp_path / "r"),
+    ]
+    run = lambda *extra: subprocess.run(
+        [sys.executable, eval_file.__file__, *args, *extra], capture_output=True, text=True, cwd=folder
+    )
+    out = run()
+    assert out.returncode == 0 and out.stdout.count("| student |") == 2, out.stderr
+    assert [len((tmp_path / "r" / f"Q{k}.jsonl").read_text().splitlines()) for k in (1, 2)] == [6, 3]
+    again = run()
+    assert again.stdout == out.stdout  # the seconds too: nothing was run again
+    other = run("--scores", "mem1")
+    assert other.returncode == 1 and "holds records with scores 'squad', not 'mem1'" in other.stderr
+    compared = subprocess.run(
+        [sys.executable, eval_file.__file__, "compare", f"x={tmp_path / 'r'}"], capture_output=True, text=True
+    )
+    assert compared.returncode == 0 and compared.stdout.count("| x | 1 |") == 2, compared.stderr
+    wrong = subprocess.run(
+        [sys.executable, eval_file.__file__, "compare", "x"], capture_output=True, text=True
+    )
+    assert wrong.returncode == 1 and "NAME=FOLDER" in wrong.stderr

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train as train_file
 from losses import gae
 from pack import action_hidden, pack
-from env import ToyWiki
-from rollout import load_trajectories, rollout, scripted, train_tokenizer
+from env import ToyWiki, step_all, toy_envs
+from eval import append, as_text
+from rollout import load_trajectories, mem1, rollout, scripted, train_tokenizer
 from conftest import FAST, command
 from test_rce import TOKENIZER, trajectories
 from tiny import tiny
@@ -31,10 +33,13 @@ from train import (
     frozen,
     load_model,
     make_critic,
+    make_envs,
+    open_data,
     pack_calls,
     pack_histories,
     parse_config,
     policy_scores,
+    replay,
     update_policy,
     values_of,
 )
@@ -238,7 +243,7 @@ def test_curriculum_and_schedule():
     lengths = [train_file.sft_longest(step / 1000, 16) for step in range(1000)]
     assert lengths == sorted(lengths) and set(lengths) == set(range(3, 17)) and lengths.count(3) > 300
     assert {train_file.sft_longest(p, 2) for p in (0.0, 0.5, 1.0)} == {2}
-    rates = [train_file.sft_lr(step / 1000) for step in range(1001)]
+    rates = [train_file.sft_rate(step / 1000) for step in range(1001)]
     assert 0 < min(rates) and max(rates) == 1.0 and rates[0] < 0.1 and rates[-1] < 0.1
 
 
@@ -449,3 +454,148 @@ def test_sigint_leaves_whole_files(tmp_path, moment):
     for folder in run.iterdir():
         if folder.is_dir():
             AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+
+
+def toy_files(folder):
+    """A world as files: questions in FlashRAG's format, half for training, and passages in wiki-18's."""
+    world = ToyWiki(0)
+    tasks = list({task.questions: task for task in world.tasks(60, 1)}.values())
+    for name, part in (("train", tasks[:20]), ("test", tasks[20:30])):
+        lines = [{"id": t.id, "question": t.questions[0], "golden_answers": list(t.answers[0])} for t in part]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    (folder / "corpus.jsonl").write_text(
+        "".join(json.dumps({"contents": f'"{p.title}"\n{p.text}'}) + "\n" for p in world.passages)
+    )
+    return ["--questions", str(folder / "train.jsonl"), "--test_questions", str(folder / "test.jsonl"),
+            "--corpus", str(folder / "corpus.jsonl")]  # fmt: skip
+
+
+def test_tasks_of_files(tmp_path):
+    """Every training question once an epoch, in another order each; the held-out ones the same for every seed; a
+    question in both is refused."""
+    files = toy_files(tmp_path)
+    config = parse_config([*files, "--student", "x", "--teacher", "x", "--horizons", "2"])
+    tasks = open_data(config)
+    used = [q for step in range(5) for task, _ in tasks("train", 2, 2, step) for q in task.questions]
+    assert len(used) == len(set(used)) == 20
+    again = [q for step in range(5, 10) for task, _ in tasks("train", 2, 2, step) for q in task.questions]
+    assert set(again) == set(used) and again != used
+    assert len(tasks("train", 15, 2, 0)) == 15  # more than an epoch has
+    assert len(tasks("test", 99, 2)) == 5
+    config = parse_config([*files, "--student", "x", "--teacher", "x", "--horizons", "2", "--seed", "1"])
+    assert open_data(config)("test", 99, 2) == [(t, ANY) for t, _ in tasks("test", 99, 2)]
+    (env, *_) = make_envs(tasks("train", 1, 2), TOKENIZER, config)
+    assert env.budget == 1000 and env.length("a b") == len(TOKENIZER.encode("a b"))
+    (tmp_path / "test.jsonl").write_text((tmp_path / "train.jsonl").read_text().splitlines()[3] + "\n")
+    with pytest.raises(ValueError, match="is a training question too"):
+        open_data(config)
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--questions", "q"], "go together"),
+        (["--questions", "q", "--corpus", "c"], "needs a --student"),
+        (["--test_questions", "q"], "go together"),
+        (["--stage", "sft", "--student", "x"], "needs --sft_data"),
+        (["--sft_data", "x"], "needs --sft_data and a --student"),
+    ],
+)
+def test_data_flags_that_do_not_fit(args, message, capsys):
+    with pytest.raises(SystemExit):
+        parse_config(args)
+    assert message in capsys.readouterr().err
+
+
+def test_train_on_files(runs, tmp_path):
+    """Real questions, passages and models by their flags, from the sizes that are printed to the last table."""
+    folder, _ = runs
+    models = ["--student", str(folder / "a/warm_start"), "--teacher", str(folder / "a/teacher")]
+    out = command(*FAST, *toy_files(tmp_path), *models, "--run", "r", "--steps", "2", cwd=tmp_path)
+    assert out.returncode == 0, out.stderr
+    assert "train: 20 questions make 10 tasks of 2" in out.stdout and "| Q2 | student |" in out.stdout
+    assert "test: 10 questions make 10 tasks of 1" in out.stdout
+    out = command(*FAST, *toy_files(tmp_path)[:2], "--corpus", str(tmp_path / "corpus.jsonl"), *models, "--run", "s",
+                  "--steps", "1", cwd=tmp_path)  # fmt: skip
+    assert out.returncode == 0 and "one training task after training" in out.stdout + out.stderr
+
+
+def test_episodes_kept_as_text_are_learned_by_another_tokenizer(runs, tmp_path):
+    """The contexts are those of a rollout with the learner's own tokenizer; the stage lowers its loss on them and leaves
+    a student that loads."""
+    folder, _ = runs
+    envs = toy_envs("sft", 6, 2)
+    kept = rollout(scripted(ToyWiki.expert, TOKENIZER, envs), TOKENIZER, envs, step_all, mem1)
+    path = tmp_path / "kept.jsonl"
+    append(path, (as_text(env, t, TOKENIZER) for env, t in zip(envs, kept)))
+    other = AutoTokenizer.from_pretrained(folder / "a/warm_start")
+    envs = toy_envs("sft", 6, 2)
+    expected = rollout(scripted(ToyWiki.expert, other, envs), other, envs, step_all, mem1)
+    found = replay(str(path), other, mem1)
+    assert other.get_vocab() != TOKENIZER.get_vocab()
+    for a, b in zip(found, expected, strict=True):
+        assert [(c.prompt_ids, c.action_ids) for c in a.calls] == [
+            (c.prompt_ids, c.action_ids) for c in b.calls
+        ]
+    args = [
+        "--stage",
+        "sft",
+        "--sft_data",
+        str(path),
+        "--student",
+        str(folder / "a/warm_start"),
+        "--device",
+        "cpu",
+    ]
+    out = command(
+        *args, "--run", "r", "--sft_epochs", "8", "--tasks_per_step", "3", "--sft_lr", "1e-2", cwd=tmp_path
+    )
+    assert out.returncode == 0, out.stderr
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "r/metrics.jsonl").read_text().splitlines()]
+    assert len(losses) == 16 and losses[-1] < 0.7 * losses[0]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "r/student")
+    with open(path, "a") as f:
+        f.write('{"task": "x", "prompt": "q", "turns": [{"response": "", "observation": ""}]}\n')
+    with pytest.raises(ValueError, match="kept.jsonl, line 7: no episode"):
+        replay(str(path), other, mem1)
+
+
+def test_sft_does_not_depend_on_packs(runs, tmp_path):
+    """One update from two packs is the update from one: weighted by tokens, not by packs."""
+    folder, _ = runs
+    envs = toy_envs("sft", 4, 2)
+    kept = rollout(scripted(ToyWiki.expert, TOKENIZER, envs), TOKENIZER, envs, step_all, mem1)
+    append(tmp_path / "kept.jsonl", (as_text(env, t, TOKENIZER) for env, t in zip(envs, kept)))
+    student = str(folder / "a/warm_start")
+    args = [
+        "--stage",
+        "sft",
+        "--sft_data",
+        str(tmp_path / "kept.jsonl"),
+        "--student",
+        student,
+        "--device",
+        "cpu",
+    ]
+    losses = []
+    for name, tokens in (("one", "100000"), ("many", "700")):
+        out = command(
+            *args,
+            "--run",
+            name,
+            "--max_tokens",
+            tokens,
+            "--tasks_per_step",
+            "4",
+            "--sft_epochs",
+            "2",
+            cwd=tmp_path,
+        )
+        assert out.returncode == 0, out.stderr
+        losses.append(
+            [
+                json.loads(line)["loss"]
+                for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+            ]
+        )
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
