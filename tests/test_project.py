@@ -43,7 +43,7 @@ def test_imports_are_the_arrows_of_the_design(name):
     modules = imported(name)
     assert modules & set(FILES) == ARROWS[name]
     outside = modules - set(FILES) - set(sys.stdlib_module_names)
-    assert outside <= (set() if name == "env" else {"torch"} if name == "losses" else PACKAGES)
+    assert outside <= ({"tqdm"} if name == "env" else {"torch"} if name == "losses" else PACKAGES)
 
 
 def test_top_level_is_seven_files():
@@ -116,19 +116,35 @@ def test_readme_is_true():
         cells = [c.strip() for c in row.strip("|").split("|")]
         assert int(cells[3]) == len(source(name).splitlines()), row
         assert set(re.findall(r"`(\w+)`", cells[4])) == ARROWS[name], row
-    known = set(Config.__dataclass_fields__) | set(re.findall(r'"--(\w+)"', source("eval") + source("rce")))
-    assert set(re.findall(r"--(\w+)", readme)) - known <= {"no_whiten_advantages", "help", "branch"}
+    flags = r'"--(\w+)"|\("(\w+)", [\d_]+\)'  # of argparse, and the sizes that the benchmarks list
+    known = set(Config.__dataclass_fields__) | {
+        name for file in FILES for pair in re.findall(flags, source(file)) for name in pair
+    }
+    theirs = {"branch", "include", "local", "repo"}  # of git and hf
+    assert set(re.findall(r"--(\w+)", readme)) - known <= {"no_whiten_advantages", "help"} | theirs
     ci = (ROOT / ".ci/run").read_text()
     assert "README.md" in ci
 
 
-def test_readme_example_runs(tmp_path):
-    """The block that people copy, on a tiny model in the place of the run's."""
+def test_readme_examples_run(tmp_path):
+    """The blocks that people copy, on a tiny model in the place of the run's; none over 30 lines."""
+    from test_rce import TOKENIZER
     from tiny import tiny
 
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    tiny().save_pretrained(tmp_path / "model")
-    assert "runs/tiny/student" in code
-    code = code.replace("runs/tiny/student", str(tmp_path / "model"))
-    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert out.returncode == 0 and "tensor([0, 0, 1])" in out.stdout, out.stderr
+    tiny("llama", vocab_size=len(TOKENIZER)).save_pretrained(tmp_path / "model")
+    TOKENIZER.save_pretrained(tmp_path / "model")
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    outputs = []
+    for code in blocks:
+        assert "runs/tiny/student" in code and len(code.splitlines()) <= 30
+        code = code.replace("runs/tiny/student", str(tmp_path / "model"))
+        out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+        assert out.returncode == 0, out.stderr
+        outputs.append(out.stdout)
+    copy, own = sorted(outputs, key=lambda out: "from 0" in out)
+    assert "tensor([0, 0, 1])" in copy
+    ids = [len(TOKENIZER.encode(f" ({n}) ", add_special_tokens=False)) for n in (1, 2, 6, 7)]
+    for start, (a, b), line in zip((0, 5), (ids[:2], ids[2:]), own.splitlines(), strict=True):
+        assert line.startswith(
+            f"from {start} [0, {a}, {a + b}] "
+        )  # what two observations leave in each context
