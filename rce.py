@@ -25,7 +25,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from env import SearchEnv, SqliteRetriever, ToyWiki, load_passages, load_questions, step_all, toy_envs
+from env import SearchEnv, ToyWiki, load_questions, open_retriever, step_all, toy_envs
 from pack import Packed, action_hidden, pack, pack_history, split, verify
 from rollout import (Call, Trajectory, generate, load, load_trajectories, rollout, scripted, stop_on, task_generators,
                      train_tokenizer, update_rules)
@@ -361,7 +361,7 @@ def subject(args, dtype: torch.dtype) -> tuple:
     if args.trajectories:
         return model, {"recorded": load_trajectories(args.trajectories)}, teacher
     if args.questions:
-        retriever = SqliteRetriever(load_passages(args.corpus))
+        retriever = open_retriever(args.corpus)
         tasks = [(task, retriever) for task in load_questions(args.questions)[:args.tasks]]
     else:
         tasks = [(env.task, env.retriever) for env in toy_envs("test", args.tasks, k=2)]
@@ -374,8 +374,8 @@ def main():
     parser.add_argument("--trajectories", help="a file of rollout.save_trajectories, with the model's token ids; by "
                         "default they are sampled, with a free protocol")
     parser.add_argument("--teacher", help="a second model, which reads the same trajectories")
-    parser.add_argument("--questions", help="FlashRAG JSONL to sample on; by default the toy's")
-    parser.add_argument("--corpus", help="wiki-18 JSONL, the passages for --questions")
+    parser.add_argument("--questions", help="a file of questions to sample on (env.load_questions); by default the toy")
+    parser.add_argument("--corpus", help="an index of env.py, a JSONL of passages, or a retrieval server's URL")
     parser.add_argument("--tasks", type=int, default=64, help="tasks to sample (default 64)")
     parser.add_argument("--calls", type=int, default=4, help="calls of each task (default 4)")
     parser.add_argument("--max_new_tokens", type=int, default=72, help="tokens of a response at most (default 72)")

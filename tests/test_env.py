@@ -357,7 +357,11 @@ def test_compose_uses_every_question_once():
     questions = [Task(str(i), (f"q{i}",), ((str(i),),)) for i in range(20)]
     tasks = compose(questions, 3, seed=1)
     used = [q for task in tasks for q in task.questions]
-    assert len(tasks) == 6 and len(set(used)) == 18 and tasks == compose(questions, 3, seed=1)
+    assert (
+        len(tasks) == len({task.id for task in tasks}) == 6
+        and len(set(used)) == 18
+        and tasks == compose(questions, 3, seed=1)
+    )
     assert used != [q for task in compose(questions, 3, seed=2) for q in task.questions]
     assert all(q == f"q{a[0]}" for task in tasks for q, a in zip(task.questions, task.answers))
     with pytest.raises(ValueError, match="20 questions make no task of 21"):
@@ -488,6 +492,7 @@ def test_what_fails_is_tried_again(problem, monkeypatch):
 
     def answer(request, timeout):
         tries.append(request)
+        assert json.loads(request.data) == {"queries": ["q"], "topk": 1, "return_scores": True}
         if isinstance(problem, Exception):
             raise problem
         return io.BytesIO(problem if len(tries) < 3 or always else b'{"result": [[]]}')
