@@ -223,6 +223,7 @@ class HttpRetriever:
 def serve(retriever: SqliteRetriever, port: int, host: str = "127.0.0.1") -> ThreadingHTTPServer:
     """A server of that protocol at http://host:port/retrieve, ready for `serve_forever`; port 0 takes a free one."""
     class Handler(BaseHTTPRequestHandler):
+        """POST /retrieve, and nothing else."""
         protocol_version, timeout = "HTTP/1.1", 60
 
         def do_POST(self):

@@ -381,7 +381,8 @@ def open_data(config: Config) -> Callable[..., list[tuple]]:
         print(f"{name}: {len(questions[name])} questions make {len(compose(questions[name], k))} tasks of {k}")
 
     def files(name, n, k, step=0):
-        if name == "test":  # the same for every seed
+        """Held-out tasks are the same for every seed and step."""
+        if name == "test":
             return [(task, retriever) for task in compose(questions[name], k)[:n]] if questions[name] else []
         places, size = range(step * n, (step + 1) * n), len(questions[name]) // k
         epochs = {e: compose(questions[name], k, f"{config.seed} {e}") for e in {i // size for i in places}}
