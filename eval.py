@@ -117,7 +117,7 @@ def table(rows: Iterable[tuple[str, str, dict[str, float]]]) -> Iterator[str]:
 def compare(groups: dict[str, list[Path]]) -> Iterator[str]:
     """The layout of Table 1 for groups of records folders, a folder a seed: for every set the mean and the standard
     deviation over seeds, and the change of F1 against the first group."""
-    found = {name: [{file.stem: read_records(file) for file in sorted(folder.glob("*.jsonl"))} for folder in folders]
+    found = {name: [{file.stem: read_records(file) for file in sorted(folder.glob("Q*.jsonl"))} for folder in folders]
              for name, folders in groups.items()}
     for name, seeds in found.items():
         for folder, sets in zip(groups[name], seeds):

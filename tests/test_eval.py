@@ -131,6 +131,7 @@ def test_compare_by_hand(tmp_path):
                     json.dumps({"task": str(i), **record, "f1": f1 + d}) + "\n" for i, d in enumerate((-1, 1))
                 )
             )
+    (tmp_path / "a0" / "kept.jsonl").write_text("no record\n")  # what --keep_correct may have left there
     groups = {"A": [tmp_path / "a0", tmp_path / "a1"], "B": [tmp_path / "b0", tmp_path / "b1"]}
     _, _, *rows = compare(groups)
     assert [row.split(" | ")[:2] for row in rows] == [
