@@ -14,6 +14,7 @@ standard library and tqdm.
     python env.py                            # one episode of the expert, as text
     python env.py index CORPUS INDEX         # a wiki-18 JSONL file (plain or .gz) into an index on disk
     python env.py serve INDEX --port 8000    # the same index for several machines: POST /retrieve as in Search-R1
+    python env.py recall INDEX HOTPOTQA      # how many supporting passages it finds, and how long a query takes
 """
 import argparse
 import gzip
@@ -30,6 +31,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from statistics import fmean
 from threading import Lock
 from urllib.error import HTTPError
 from urllib.parse import quote
@@ -524,6 +526,24 @@ def demo():
     print("EM {:g}, F1 {:g}, summed over {} questions".format(*env.score(), len(env.task.questions)))
 
 
+def recall(retriever, hotpotqa: str | os.PathLike) -> str:
+    """How many of the passages that HotpotQA's own JSON names for a question are among the first 3 and 10 that the
+    question finds, and the time of a query."""
+    found, seconds = {3: [], 10: []}, []
+    for _, record in _records(os.fspath(hotpotqa)):
+        if "supporting_facts" not in record:
+            raise ValueError(f"{os.fspath(hotpotqa)}: recall needs HotpotQA's own JSON, with supporting_facts")
+        gold, start = {title for title, _ in record["supporting_facts"]}, time.perf_counter()
+        (passages,) = retriever.search([record["question"]], 10)
+        seconds.append(time.perf_counter() - start)
+        for k in found:
+            found[k] += [title in {p.title for p in passages[:k]} for title in gold]
+    seconds.sort()
+    p50, p99 = (1000 * seconds[int(share * len(seconds))] for share in (0.5, 0.99))
+    return (f"{len(seconds)} questions: recall@3 {fmean(found[3]):.1%}, recall@10 {fmean(found[10]):.1%}, "
+            f"p50 {p50:.0f} ms, p99 {p99:.0f} ms")
+
+
 def open_retriever(corpus: str):
     """A server's URL, a JSONL file of passages (read into memory), or an index on disk."""
     if corpus.startswith(("http://", "https://")):
@@ -541,10 +561,17 @@ def main():
     server.add_argument("index", help="what `index` wrote")
     server.add_argument("--port", type=int, default=8000)
     server.add_argument("--host", default="127.0.0.1", help="the address to listen at (default: this machine alone)")
+    measure = commands.add_parser("recall", help="recall and time of an index, on HotpotQA's questions")
+    measure.add_argument("index", help="an index, a JSONL of passages, or a server's URL")
+    measure.add_argument("hotpotqa", help="HotpotQA's own JSON")
+    measure.add_argument("--all_words", action="store_true", help="let common words count too, whatever they cost")
     args = parser.parse_args()
     try:
         if args.command == "index":
             build_index(args.corpus, args.index)
+        elif args.command == "recall":
+            SqliteRetriever.POSTINGS = 10**12 if args.all_words else SqliteRetriever.POSTINGS
+            print(recall(open_retriever(args.index), args.hotpotqa))
         elif args.command == "serve":
             with serve(SqliteRetriever(index=args.index), args.port, args.host) as httpd:
                 print(f"http://{args.host}:{httpd.server_port}/retrieve", flush=True)

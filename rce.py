@@ -71,7 +71,8 @@ def pack_all(trajectories: list[Trajectory], share: str = "tree", max_tokens: in
     calls, _ = calls_of(trajectories)
     prompts, actions = [c.prompt_ids for c in calls], [c.action_ids for c in calls]
     shared = [t.prefix_len if share == "q" else None for t in trajectories for _ in t.calls]
-    runs = split(prompts, actions, max_tokens, shared)
+    longest = max(map(len, map(list.__add__, prompts, actions)))
+    runs = split(prompts, actions, max(max_tokens, longest), shared)
     packs = [pack(prompts[run], actions[run], shared[run]) for run in runs]
     for packed, run in zip(packs, runs):
         verify(packed, prompts[run], actions[run])
@@ -359,7 +360,10 @@ def subject(args, dtype: torch.dtype) -> tuple:
         teacher_tokenizer, teacher = load(args.teacher, args.device, "packed", torch.float32)
         check_tokenizers(tokenizer, teacher_tokenizer)
     if args.trajectories:
-        return model, {"recorded": load_trajectories(args.trajectories)}, teacher
+        recorded = load_trajectories(args.trajectories)
+        if not recorded:
+            raise ValueError(f"{args.trajectories}: no trajectories in it")
+        return model, {"recorded": recorded}, teacher
     if args.questions:
         retriever = open_retriever(args.corpus)
         tasks = [(task, retriever) for task in load_questions(args.questions)[:args.tasks]]

@@ -32,6 +32,7 @@ from env import (
     load_questions,
     normalize,
     open_retriever,
+    recall,
     serve,
     step_all,
     token_f1,
@@ -141,8 +142,8 @@ def test_any_text_is_a_legal_query(query):
 
 def hostile(n, seed=0):
     """Strings of FTS5 operators, tags, control characters, any Unicode; one of 100 kB."""
-    rng, pieces = random.Random(seed), ['"', "'", "*", "^", "(", ")", ":", "-", "+", "{", "}", "NEAR", "AND", "OR", "NOT",
-        "<search>", "</search>", "<answer>", "</answer>", "</information>", ";", "\0", "\n", "alpha", "title:"]  # fmt: skip
+    rng, tags = random.Random(seed), "<search> </search> <answer> </answer> </information>"
+    pieces = [*"\"'*^():-+{};\0\n", *f"NEAR AND OR NOT alpha title: {tags}".split()]
     for _ in range(n - 1):
         yield "".join(
             rng.choice((rng.choice(pieces), " ", chr(rng.randrange(0x110000))))
@@ -594,3 +595,26 @@ def test_open_retriever(tmp_path):
     for name in ("c.jsonl", "i.db"):
         assert open_retriever(str(tmp_path / name)).search(["alpha"], 1) == [[Passage("t", "alpha")]]
     assert isinstance(open_retriever("http://there/retrieve"), HttpRetriever)
+
+
+def test_recall_by_hand(tmp_path):
+    """Two of three named passages are among the first three; a file without supporting facts is refused."""
+    retriever = SqliteRetriever(
+        [Passage(t, text) for t, text in (("A", "alpha"), ("B", "beta beta"), ("C", "beta"))]
+    )
+    records = [
+        {
+            "_id": "1",
+            "question": "alpha ?",
+            "answer": "x",
+            "supporting_facts": [["A", 0], ["A", 2], ["C", 1]],
+        },
+        {"_id": "2", "question": "beta", "answer": "x", "supporting_facts": [["B", 0]]},
+    ]
+    (tmp_path / "h.json").write_text(json.dumps(records))
+    assert recall(retriever, tmp_path / "h.json").startswith(
+        "2 questions: recall@3 66.7%, recall@10 66.7%, p50"
+    )
+    (tmp_path / "h.json").write_text(json.dumps([{"_id": "1"}]))
+    with pytest.raises(ValueError, match="needs HotpotQA's own JSON"):
+        recall(retriever, tmp_path / "h.json")

@@ -121,7 +121,7 @@ def test_right_episodes_are_kept_as_text(tmp_path, monkeypatch):
 
 
 def test_compare_by_hand(tmp_path):
-    """F1 of two seeds 1 and 2 against 3 and 5: 1.5 ± 0.707, 4 ± 1.414, +166.7 %; sets in the order of their horizon."""
+    """F1 of two seeds 1 and 2 against 3 and 5: 1.5 ± 0.707, 4 ± 1.414, +166.7 %; sets by their horizon."""
     for folder, f1 in (("a0", 1), ("a1", 2), ("b0", 3), ("b1", 5)):
         (tmp_path / folder).mkdir()
         for k in (2, 16):

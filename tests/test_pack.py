@@ -340,7 +340,7 @@ def agent_calls(tasks, seed=0):
 @pytest.mark.parametrize("max_tokens", [8192, 16384])
 def test_split_fills_packs_and_cuts_between_tasks(max_tokens):
     """At least 85 % full, all but the last; and of all cuts that fill a pack so, none parts calls that share less.
-    Would catch a rule that cuts at the first overflow, whose packs read q again, and one that leaves packs half empty."""
+    Would catch a cut at the first overflow, whose packs read q again, and one that leaves packs half empty."""
     prompts, actions = agent_calls(64)
     runs = split(prompts, actions, max_tokens)
     sizes = [len(pack(prompts[run], actions[run]).input_ids) for run in runs]

@@ -249,7 +249,7 @@ def test_comparison_is_that_of_whole_logits(rows, monkeypatch):
 
 
 def test_padded_batches_are_right_up_to_rounding():
-    """The floor of Table 3 is a right computation: float64 says so. Would catch a mask or positions lost on the left."""
+    """The floor of Table 3 is a right computation: float64 says so. Would catch a mask or positions lost."""
     model, (prompts, actions, _) = tiny().double(), random_calls()
     calls = flat_calls(prompts, actions)
     for batch_size in (1, 5):

@@ -230,7 +230,7 @@ def test_greedy_is_the_models_own_generate():
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("sliding", [False, True])
 def test_a_common_prefix_is_read_once(sliding, temperature):
-    """Four tokens begin every prompt; one prompt ends with the next token, two are the same. Ids and log-probs are those
+    """Four tokens begin every prompt; one prompt ends with the next token, two are equal. Ids and log-probs are those
     of single prompts, and the prefix went through the model once. With a sliding window the padding behind the prefix
     would count as context, so that nothing is shared."""
     window = dict(use_sliding_window=True, sliding_window=3, max_window_layers=0)

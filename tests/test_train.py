@@ -521,8 +521,8 @@ def test_train_on_files(runs, tmp_path):
 
 
 def test_episodes_kept_as_text_are_learned_by_another_tokenizer(runs, tmp_path):
-    """The contexts are those of a rollout with the learner's own tokenizer; the stage lowers its loss on them and leaves
-    a student that loads."""
+    """The contexts are those of a rollout with the learner's own tokenizer; the stage lowers its loss on them and
+    leaves a student that loads."""
     folder, _ = runs
     envs = toy_envs("sft", 6, 2)
     kept = rollout(scripted(ToyWiki.expert, TOKENIZER, envs), TOKENIZER, envs, step_all, mem1)
