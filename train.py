@@ -20,21 +20,25 @@ Shapes: N sampled action tokens of the whole batch, in the order trajectory, cal
 """
 import copy
 import json
+import math
 import os
 import random
 import re
+import shutil
 import signal
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
 import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, HfArgumentParser, LlamaConfig
 
@@ -57,7 +61,10 @@ class Config:
     """Every hyper-parameter, with the symbol and the source of its value; `PRESETS` change some."""
     preset: Literal["tiny"] = flag("tiny", "a named set of defaults; flags override it")
     stage: Literal["rl", "sft"] = flag("rl", "rl: Section 3.4; sft: turn-level examples first (Section 3.2)")
-    run: str = flag("runs/tiny", "folder for models, metrics and trajectories; must not exist yet")
+    run: str = flag("runs/tiny", "folder for models, metrics and trajectories; must not exist yet, but for --resume")
+    resume: bool = flag(False, "go on from the newest checkpoint in --run, with the same settings")
+    keep: int = flag(2, "checkpoints that stay on disk")
+    allow_mismatch: bool = flag(False, "go on where `logp_mismatch` says that packs and sampler disagree")
     seed: int = flag(0, "of everything random")
     device: str = flag("cuda" if torch.cuda.is_available() else "cpu", "torch device")
     student: str = flag("", "pi_theta at first, and pi_ref: folder or hub name; empty: SFT on the toy (Section 3.2)")
@@ -96,7 +103,7 @@ class Config:
     actor_lr: float = flag(1e-6, "learning rate of pi_theta (not in the paper; MEM1: 1e-6)")
     critic_lr: float = flag(1e-5, "learning rate of V_phi (not in the paper; MEM1: 1e-5)")
     max_grad_norm: float = flag(1.0, "gradient clip of both (not in the paper; MEM1: 1)")
-    save_every: int = flag(50, "steps between saves of the student")
+    save_every: int = flag(50, "steps between checkpoints")
     # evaluation
     horizons: str = flag("2,8,16", "questions per task in the last table (Section 4.1: Q2, Q8, Q16)")
     eval_questions: int = flag(640, "held-out questions per horizon and model (Q2: 320 tasks); 0: no table")
@@ -119,6 +126,10 @@ PRESETS = {"tiny": dict(
     ppo_epochs=2, actor_lr=2e-4, critic_lr=1e-3)}
 
 
+# p99 of |log-prob at sampling - log-prob of the packed forward| that rounding explains
+MISMATCH = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.5}
+
+
 def parse_config(args: list[str] | None = None) -> Config:
     """Defaults < preset < flags. Wrong names and values end with a usage message."""
     named, _ = HfArgumentParser(Config, add_help=False, allow_abbrev=False).parse_known_args(args)
@@ -127,7 +138,7 @@ def parse_config(args: list[str] | None = None) -> Config:
     config, unknown = parser.parse_args_into_dataclasses(args, return_remaining_strings=True)
     problems = [f"unknown arguments: {' '.join(unknown)}"] if unknown else []
     for name in ("steps", "tasks_per_step", "horizon", "temperature", "max_new_tokens", "max_tokens", "ppo_epochs",
-                 "save_every", "sft_steps", "sft_questions", "sft_horizon", "sft_epochs", "top_k", "max_obs"):
+                 "save_every", "sft_steps", "sft_questions", "sft_horizon", "sft_epochs", "top_k", "max_obs", "keep"):
         if getattr(config, name) <= 0:
             problems.append(f"--{name} must be positive")
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", config.horizons):
@@ -487,6 +498,11 @@ def update_policy(student, critic, optimizers, packs: list[Packed], batch: Batch
         for name, model in (("actor", student), ("critic", critic)):
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
             metrics[f"{name}_grad_norm"] = norm.item()
+        for name, value in metrics.items():
+            if not math.isfinite(value):  # before it reaches a weight
+                bad = [n for model in (student, critic) for n, p in model.named_parameters()
+                       if p.grad is not None and not p.grad.isfinite().all()]
+                raise FloatingPointError(f"{name} is {value}" + "".join(f", and so the gradient of {n}" for n in bad[:1]))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -533,15 +549,60 @@ def save(folder: Path, *parts) -> None:
         os.rename(f"{temporary}/new", folder)
 
 
+def save_checkpoint(run: Path, step: int, student, critic, optimizers, keep: int) -> None:
+    """What a run needs to go on after `step` steps, weights and optimizers: under a temporary name first, so that a
+    folder called step-* is whole; the last `keep` of them stay."""
+    folder = run / "checkpoints"
+    folder.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary, uninterrupted():
+        dcp.save(training_state(student, critic, optimizers), checkpoint_id=f"{temporary}/new", no_dist=True)
+        os.rename(f"{temporary}/new", folder / f"step-{step:06d}")
+    for old in checkpoints(run)[:-keep]:
+        shutil.rmtree(old)
+
+
+def load_checkpoint(path: Path, student, critic, optimizers) -> None:
+    """Put what `save_checkpoint` wrote back, in place."""
+    state = training_state(student, critic, optimizers)
+    dcp.load(state, checkpoint_id=str(path), no_dist=True)
+    for name, model, optimizer in zip(("student", "critic"), (student, critic), optimizers):
+        set_state_dict(model, optimizer, model_state_dict=state[name], optim_state_dict=state[f"{name}_optimizer"])
+
+
+def training_state(student, critic, optimizers) -> dict:
+    """Weights and optimizer states by parameter name. Sampling noise and task order need none: they come from
+    (seed, step, task)."""
+    state = {}
+    for name, model, optimizer in zip(("student", "critic"), (student, critic), optimizers):
+        state[name], state[f"{name}_optimizer"] = get_state_dict(model, optimizer)
+    return state
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """Whole ones, oldest first."""
+    return sorted((run / "checkpoints").glob("step-*"))
+
+
 def open_run(config: Config) -> tuple[Path, Callable]:
-    """Make the run folder, never over an old one: (folder, log), where log(**metrics) adds a line to metrics.jsonl."""
-    run = Path(config.run)
-    try:
-        run.mkdir(parents=True)
-    except FileExistsError:
-        raise ValueError(f"{run} exists already; choose another folder with --run, or remove it") from None
+    """(folder, log), where log(**metrics) adds a line to metrics.jsonl. A new folder, never over an old one; or with
+    --resume the old one, if it has the same settings, without what came after its newest checkpoint."""
+    run, settings = Path(config.run), asdict(config)
+    if config.resume and (run / "config.json").exists():
+        theirs = json.loads((run / "config.json").read_text())
+        for name in settings.keys() - {"resume", "steps", "save_every", "keep", "device", "allow_mismatch"}:
+            if settings[name] != theirs.get(name):
+                raise ValueError(f"{run} was made with --{name} {theirs.get(name)}, not {settings[name]}; a run goes "
+                                 "on with its own settings")
+        for unfinished in [*run.glob(".saving-*"), *(run / "checkpoints").glob(".saving-*")]:
+            shutil.rmtree(unfinished)
+        cut_metrics(run, len(checkpoints(run)) and int(checkpoints(run)[-1].name[5:]))
+    else:
+        try:
+            run.mkdir(parents=True)
+        except FileExistsError:
+            raise ValueError(f"{run} exists already; choose another folder with --run, or remove it") from None
     with uninterrupted():
-        (run / "config.json").write_text(json.dumps(asdict(config), indent=1) + "\n")
+        (run / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
 
     @uninterrupted()
     def log(**metrics):
@@ -549,6 +610,20 @@ def open_run(config: Config) -> tuple[Path, Callable]:
             f.write(json.dumps(metrics) + "\n")
 
     return run, log
+
+
+def cut_metrics(run: Path, steps: int) -> None:
+    """Keep the lines of the steps before the checkpoint, and of a warm start that was finished."""
+    file, finished, kept = run / "metrics.jsonl", (run / "teacher").exists(), []
+    for line in file.read_text().splitlines() if file.exists() else []:
+        try:
+            record = json.loads(line)
+        except ValueError:  # the last one, cut off
+            continue
+        if finished if record["stage"] == "sft" else record["step"] < steps:
+            kept.append(line + "\n")
+    (run / "metrics.part").write_text("".join(kept))
+    os.replace(run / "metrics.part", file)
 
 
 def show(student, tokenizer, config: Config, tasks: Callable, when: str) -> None:
@@ -578,15 +653,23 @@ def train(config: Config) -> None:
     torch.manual_seed(config.seed)
     tasks = open_data(config)
     run, log = open_run(config)
+    if not config.student and (run / "teacher").exists():  # a run that goes on has its warm start behind it
+        config = replace(config, student=str(run / "warm_start"), teacher=str(run / "teacher"))
     tokenizer, student, teacher = load_models(config) if config.student else warm_start(config, run, log)
     reference, critic = frozen(student), make_critic(student)
     teacher = None if config.distill == "none" else teacher
     optimizers = [torch.optim.AdamW(student.parameters(), lr=config.actor_lr, weight_decay=0),
                   torch.optim.AdamW(critic.parameters(), lr=config.critic_lr, weight_decay=0)]
     update, stop, T = update_rules(tokenizer)[config.update], stop_on(tokenizer, STOP), config.temperature
+    done = 0
+    if found := checkpoints(run):
+        load_checkpoint(found[-1], student, critic, optimizers)
+        done = int(found[-1].name[5:])
+        tqdm.write(f"goes on after {done} steps, from {found[-1]}")
     show(student, tokenizer, config, tasks, "before training")
 
-    for step in tqdm(range(config.steps), desc=f"{config.distill}, Q{config.horizon}"):
+    for step in tqdm(range(done, config.steps), desc=f"{config.distill}, Q{config.horizon}", initial=done,
+                     total=config.steps):
         clock = Clock(config.device)
         # 1. Roll out (Section 3.2, Eq. 1): the student samples with compact memory, and every call is recorded.
         envs = make_envs(tasks("train", config.tasks_per_step, config.horizon, step), tokenizer, config)
@@ -609,6 +692,10 @@ def train(config: Config) -> None:
             logp_old = torch.cat([policy_scores(student, p, T)[0] for p in packs])                             # (N,)
             sampled = torch.tensor([x for t in trajectories for call in t.calls for x in call.logprobs])
             mismatch = (logp_old - sampled.to(logp_old)).abs()
+            p99 = mismatch.quantile(0.99).item()
+            if not p99 <= MISMATCH[student.dtype] and not config.allow_mismatch:
+                raise ValueError(f"step {step}: logp_mismatch p99 {p99:.1e} is over {MISMATCH[student.dtype]:g}: packs do "
+                                 "not see what the sampler saw; --allow_mismatch goes on all the same")
             clock.lap("score_student")
 
             # 4. Score (Section 3.4): reference, critic and teacher read the same states.
@@ -624,10 +711,14 @@ def train(config: Config) -> None:
 
         # 6. Update (Eq. 7, 10 and 11): the student by PPO and guidance, the critic by its returns.
         batch = Batch(logp_old, values, advantages, returns, teacher_hidden)
-        losses = update_policy(student, critic, optimizers, packs, batch, teacher, config, clock)
+        try:
+            losses = update_policy(student, critic, optimizers, packs, batch, teacher, config, clock)
+        except FloatingPointError as error:
+            good = [str(path) for path in checkpoints(run)[-1:]]
+            raise ValueError(f"step {step}: {error}; the last good checkpoint is {good or 'none'}") from None
 
         metrics = {"stage": "rl", "step": step, **rollout_metrics(envs, trajectories, packs), **losses,
-                   "logp_mismatch": mismatch.quantile(0.99).item(), "logp_mismatch_max": mismatch.max().item(),
+                   "logp_mismatch": p99, "logp_mismatch_max": mismatch.max().item(),
                    "reference_kl": (logp_old - logp_ref).clamp(min=0).mean().item(),
                    **clock.seconds}
         log(**metrics)
@@ -635,6 +726,7 @@ def train(config: Config) -> None:
                    "{entropy:.3f}  clipfrac {clipfrac:.3f}  logp_mismatch {logp_mismatch:.0e}".format(**metrics))
         if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
             save(run / "student", student, tokenizer)
+            save_checkpoint(run, step + 1, student, critic, optimizers, config.keep)
             with uninterrupted():
                 save_trajectories(run / "trajectories.jsonl", trajectories)
 

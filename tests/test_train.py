@@ -30,7 +30,9 @@ from train import (
     Config,
     advantages_of,
     check_tokenizers,
+    checkpoints,
     frozen,
+    load_checkpoint,
     load_model,
     make_critic,
     make_envs,
@@ -40,6 +42,7 @@ from train import (
     parse_config,
     policy_scores,
     replay,
+    save_checkpoint,
     update_policy,
     values_of,
 )
@@ -599,3 +602,151 @@ def test_sft_does_not_depend_on_packs(runs, tmp_path):
             ]
         )
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def start_from(folder):
+    """Flags of a run that needs no warm start."""
+    return [
+        *FAST,
+        "--student",
+        str(folder / "a/warm_start"),
+        "--teacher",
+        str(folder / "a/teacher"),
+        "--eval_questions",
+        "0",
+    ]
+
+
+def without_seconds(folder):
+    return [{k: v for k, v in m.items() if not k.startswith("seconds")} for m in metrics(folder)]
+
+
+def weights(folder):
+    return AutoModelForCausalLM.from_pretrained(folder / "student").state_dict()
+
+
+def test_a_killed_run_goes_on_bit_for_bit(runs, tmp_path):
+    """4 steps at once, and 2 steps, SIGKILL, and 2 more: the same metrics and weights; other settings are refused."""
+    folder, _ = runs
+    args = [*start_from(folder), "--steps", "4", "--save_every", "2"]
+    out = command(*args, "--run", "whole", cwd=tmp_path)
+    assert out.returncode == 0, out.stderr
+    process = subprocess.Popen(
+        [sys.executable, train_file.__file__, *args, "--run", "killed"],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    while not (tmp_path / "killed/checkpoints/step-000002").exists() and process.poll() is None:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert len(checkpoints(tmp_path / "killed")) == 1
+    (tmp_path / "killed/checkpoints/.saving-x").mkdir()  # what a kill in the middle of a save leaves
+    out = command(*args, "--run", "killed", "--resume", "--actor_lr", "1", cwd=tmp_path)
+    assert out.returncode == 1 and "was made with --actor_lr" in out.stderr
+    out = command(*args, "--run", "killed", "--resume", cwd=tmp_path)
+    assert out.returncode == 0 and "goes on after 2 steps" in out.stdout + out.stderr, out.stderr
+    assert without_seconds(tmp_path / "killed") == without_seconds(tmp_path / "whole")
+    whole, killed = weights(tmp_path / "whole"), weights(tmp_path / "killed")
+    assert whole.keys() == killed.keys() and all(whole[k].equal(killed[k]) for k in whole)
+    assert [p.name for p in checkpoints(tmp_path / "killed")] == ["step-000002", "step-000004"]
+    assert not list((tmp_path / "killed").glob("checkpoints/.saving-*"))
+
+
+def test_a_warm_start_that_was_killed_begins_anew(tmp_path):
+    """Before the first checkpoint; and one that was finished is not made again."""
+    process = subprocess.Popen(
+        [sys.executable, train_file.__file__, *FAST, "--run", "r"],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    while not (tmp_path / "r/metrics.jsonl").exists() and process.poll() is None:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    out = command(*FAST, "--run", "r", "--resume", "--steps", "1", cwd=tmp_path)
+    assert out.returncode == 0, out.stderr
+    assert [m["step"] for m in metrics(tmp_path / "r")] == [*range(12), 0]
+    before = (tmp_path / "r/teacher/model.safetensors").stat().st_mtime_ns
+    out = command(*FAST, "--run", "r", "--resume", "--steps", "2", cwd=tmp_path)
+    assert out.returncode == 0 and [m["step"] for m in metrics(tmp_path / "r")] == [*range(12), 0, 1], (
+        out.stderr
+    )
+    assert (tmp_path / "r/teacher/model.safetensors").stat().st_mtime_ns == before
+
+
+def test_only_the_last_checkpoints_stay(tmp_path):
+    student, critic = tiny(), make_critic(tiny())
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (student, critic)]
+    for step in range(1, 5):
+        for model, optimizer in zip((student, critic), optimizers):
+            sum(p.square().sum() for p in model.parameters()).backward()
+            optimizer.step()
+        save_checkpoint(tmp_path, step, student, critic, optimizers, keep=2)
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-000003", "step-000004"]
+    expected = [p.clone() for p in [*student.parameters(), *critic.parameters()]]
+    moments = [s["exp_avg_sq"].clone() for o in optimizers for s in o.state.values()]
+    fresh, fresh_critic = tiny(seed=1), make_critic(tiny(seed=1))
+    new = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (fresh, fresh_critic)]
+    load_checkpoint(checkpoints(tmp_path)[-1], fresh, fresh_critic, new)
+    assert all(
+        a.equal(b) for a, b in zip(expected, [*fresh.parameters(), *fresh_critic.parameters()], strict=True)
+    )
+    assert all(
+        a.equal(s["exp_avg_sq"])
+        for a, s in zip(moments, [s for o in new for s in o.state.values()], strict=True)
+    )
+    assert {int(s["step"]) for o in new for s in o.state.values()} == {4}
+
+
+def test_what_is_not_finite_stops_before_it_reaches_a_weight():
+    """The metric and the first parameter are named, and no optimizer steps."""
+    records = trajectories("mem1")
+    config = parse_config(["--device", "cpu"])
+    student, teacher = (tiny(vocab_size=len(TOKENIZER), seed=s) for s in (0, 1))
+    critic, packs = make_critic(student), pack_calls(records, config)
+    batch = batch_of(student, critic, teacher, packs, config)
+    batch.advantages[3] = torch.inf
+
+    class Never(torch.optim.SGD):
+        def step(self):
+            raise AssertionError("stepped")
+
+    optimizers = [Never(m.parameters(), lr=0) for m in (student, critic)]
+    with pytest.raises(FloatingPointError, match="is (nan|-?inf), and so the gradient of model"):
+        update_policy(student, critic, optimizers, packs, batch, teacher, config, Clock("cpu"))
+
+
+def test_guards_stop_a_run(runs, tmp_path, monkeypatch):
+    """A sampler that disagrees with the packs, unless it is allowed to; a gradient that is not finite, with the step and
+    the last good checkpoint."""
+    folder, _ = runs
+    monkeypatch.chdir(tmp_path)
+    args = [*start_from(folder), "--steps", "2", "--save_every", "1"]
+    real = train_file.generate
+
+    def off(*args):
+        ids, logprobs = real(*args)
+        return ids, [[x - 0.01 for x in row] for row in logprobs]
+
+    monkeypatch.setattr(train_file, "generate", off)
+    with pytest.raises(ValueError, match="step 0: logp_mismatch p99 1.0e-02 is over 0.001"):
+        train_file.train(parse_config([*args, "--run", "x"]))
+    train_file.train(parse_config([*args, "--run", "y", "--allow_mismatch"]))
+    monkeypatch.setattr(train_file, "generate", real)
+    values = train_file.advantages_of
+
+    def infinite(trajectories, *args):
+        advantages, returns = values(trajectories, *args)
+        infinite.calls += 1
+        return (advantages + (torch.inf if infinite.calls == 2 else 0)), returns
+
+    infinite.calls = 0
+    monkeypatch.setattr(train_file, "advantages_of", infinite)
+    with pytest.raises(
+        ValueError,
+        match=r"step 1: .* is (nan|-?inf).*the last good checkpoint is \['z/checkpoints/step-000001'\]",
+    ):
+        train_file.train(parse_config([*args, "--run", "z"]))
