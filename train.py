@@ -28,6 +28,7 @@ import shutil
 import signal
 import tempfile
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -126,6 +127,7 @@ PRESETS = {"tiny": dict(
     ppo_epochs=2, actor_lr=2e-4, critic_lr=1e-3)}
 
 
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process saves for itself
 # p99 of |log-prob at sampling - log-prob of the packed forward| that rounding explains
 MISMATCH = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.5}
 
@@ -502,7 +504,8 @@ def update_policy(student, critic, optimizers, packs: list[Packed], batch: Batch
             if not math.isfinite(value):  # before it reaches a weight
                 bad = [n for model in (student, critic) for n, p in model.named_parameters()
                        if p.grad is not None and not p.grad.isfinite().all()]
-                raise FloatingPointError(f"{name} is {value}" + "".join(f", and so the gradient of {n}" for n in bad[:1]))
+                also = f", and so is the gradient of {bad[0]}" if bad else ""
+                raise FloatingPointError(f"{name} is {value}{also}")
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -694,8 +697,8 @@ def train(config: Config) -> None:
             mismatch = (logp_old - sampled.to(logp_old)).abs()
             p99 = mismatch.quantile(0.99).item()
             if not p99 <= MISMATCH[student.dtype] and not config.allow_mismatch:
-                raise ValueError(f"step {step}: logp_mismatch p99 {p99:.1e} is over {MISMATCH[student.dtype]:g}: packs do "
-                                 "not see what the sampler saw; --allow_mismatch goes on all the same")
+                raise ValueError(f"step {step}: logp_mismatch p99 {p99:.1e} is over {MISMATCH[student.dtype]:g}: packs "
+                                 "do not see what the sampler saw; --allow_mismatch goes on all the same")
             clock.lap("score_student")
 
             # 4. Score (Section 3.4): reference, critic and teacher read the same states.

@@ -715,12 +715,12 @@ def test_what_is_not_finite_stops_before_it_reaches_a_weight():
             raise AssertionError("stepped")
 
     optimizers = [Never(m.parameters(), lr=0) for m in (student, critic)]
-    with pytest.raises(FloatingPointError, match="is (nan|-?inf), and so the gradient of model"):
+    with pytest.raises(FloatingPointError, match="is (nan|-?inf), and so is the gradient of model"):
         update_policy(student, critic, optimizers, packs, batch, teacher, config, Clock("cpu"))
 
 
 def test_guards_stop_a_run(runs, tmp_path, monkeypatch):
-    """A sampler that disagrees with the packs, unless it is allowed to; a gradient that is not finite, with the step and
+    """A sampler that disagrees with the packs, unless it may; a gradient that is not finite, with the step and
     the last good checkpoint."""
     folder, _ = runs
     monkeypatch.chdir(tmp_path)
