@@ -102,7 +102,8 @@ def test_right_episodes_are_kept_as_text(tmp_path, monkeypatch):
     out = tmp_path / "kept.jsonl"
     envs = toy_envs("test", 4, 2)
     wrong = envs[2]
-    respond = lambda env: "<answer> nothing </answer>" if env is wrong else ToyWiki.expert(env)
+    half = f"<answer> {wrong.task.answers[0][0]} ; nothing </answer>"
+    respond = lambda env: half if env is wrong else ToyWiki.expert(env)
     monkeypatch.setattr(
         eval_file,
         "rollout",

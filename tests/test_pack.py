@@ -357,6 +357,14 @@ def test_split_fills_packs_and_cuts_between_tasks(max_tokens):
         )
 
 
+@pytest.mark.parametrize("share", [[10, 0], [0, 10], [0, None], [None, 0]])
+def test_split_counts_what_both_calls_share(share):
+    """Ten tokens in common of which one call shares none: the two need 22 tokens, not 12."""
+    prompts, actions = [[1] * 10, [1] * 10], [[2], [3]]
+    assert len(pack(prompts, actions, share).input_ids) == 22
+    assert len(split(prompts, actions, 21, share)) == 2 and len(split(prompts, actions, 22, share)) == 1
+
+
 def test_split_cuts_one_huge_task_between_its_calls():
     prompts, actions = [[1, 2, 3] + [4] * t for t in range(40)], [[5, 6]] * 40
     runs = split(prompts, actions, 60, [3] * 40)

@@ -75,7 +75,10 @@ def test_quick_audit_of_a_real_model_on_real_text():
     assert report["holds"] and report["calls"] == 12 and len(report["table4"]) == 6
     for row in (table["packing, q"], table["packing, tree"], *report["table4"].values()):
         assert row["p99_dlogp"] <= 1e-4 and row["top1"] == 1 and row["false_clip"] == 0
-    for name in ("packing, tree", "packing, q"):  # the p99 of 180 tokens is their second worst: no sharper than this
+    for name in (
+        "packing, tree",
+        "packing, q",
+    ):  # the p99 of 180 tokens is their second worst: no sharper than this
         assert table[name]["p99_dlogp"] <= 5 * floor
     positions, visibility = figure["positions only"]["p99_dlogp"], figure["visibility only"]["p99_dlogp"]
     assert visibility > positions > 1000 * floor and table["persistent history"]["p99_dlogp"] > 1000 * floor

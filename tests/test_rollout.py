@@ -252,6 +252,13 @@ def test_a_common_prefix_is_read_once(sliding, temperature):
     assert read[:2] == ([(4, 8), (4, 1)] if sliding else [(1, 4), (4, 4)])
 
 
+@pytest.mark.parametrize("prompts", [[[1, 2, 3]] * 2, [[1, 2, 3], [1, 2, 3, 4, 5]], [[7], [7]]])
+def test_a_prompt_that_is_the_common_prefix_still_has_a_token_to_read(prompts):
+    model = tiny()
+    alone = [generate(model, [p], 4, temperature=0)[0][0] for p in prompts]
+    assert generate(model, prompts, 4, temperature=0)[0] == alone
+
+
 def test_samples_follow_the_softmax():
     """4,000 first tokens against exact probabilities: chi-square over the tokens that are expected at least 5
     times stays below its mean by less than 5 standard deviations. Would catch top-p, top-k, and an off-by-one
