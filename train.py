@@ -60,7 +60,8 @@ def flag(default, text: str):
 @dataclass(frozen=True)
 class Config:
     """Every hyper-parameter, with the symbol and the source of its value; `PRESETS` change some."""
-    preset: Literal["tiny"] = flag("tiny", "a named set of defaults; flags override it")
+    preset: Literal["tiny", "3b"] = flag(
+        "tiny", "defaults, which flags override: tiny for the toy, 3b for the paper's values and MEM1's")
     stage: Literal["rl", "sft"] = flag("rl", "rl: Section 3.4; sft: turn-level examples first (Section 3.2)")
     run: str = flag("runs/tiny", "folder for models, metrics and trajectories; must not exist yet, but for --resume")
     resume: bool = flag(False, "go on from the newest checkpoint in --run, with the same settings")
@@ -124,7 +125,8 @@ class Config:
 
 PRESETS = {"tiny": dict(
     steps=50, tasks_per_step=48, top_k=2, max_new_tokens=128, max_len=640, max_tokens=8192, distill_coef=1.0,
-    ppo_epochs=2, actor_lr=2e-4, critic_lr=1e-3)}
+    ppo_epochs=2, actor_lr=2e-4, critic_lr=1e-3),
+    "3b": dict(run="runs/3b")}  # the defaults above
 
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process saves for itself

@@ -351,6 +351,7 @@ def test_help_explains_every_field():
 
 def test_precedence_is_defaults_preset_flags():
     assert parse_config([]).ppo_epochs == train_file.PRESETS["tiny"]["ppo_epochs"] != Config().ppo_epochs
+    assert parse_config(["--preset", "3b"]) == replace(Config(), preset="3b", run="runs/3b")
     assert parse_config(["--ppo_epochs", "7"]).ppo_epochs == 7 and parse_config([]).gamma == Config().gamma
     assert parse_config(["--no_whiten_advantages"]).whiten_advantages is False
 
