@@ -144,6 +144,8 @@ def load(path: str, device: str, attention: str = "sdpa", dtype: str | torch.dty
     """(tokenizer, causal model in eval mode) of a folder or hub name. Raises ValueError where there is none."""
     try:
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention, dtype=dtype)
+        for parameter in model.parameters():  # as mapped from the file they are not aligned, and round otherwise
+            parameter.data = parameter.data.to(device, copy=True)
         return AutoTokenizer.from_pretrained(path), model.to(device)
     except OSError as error:
         raise ValueError(f"{path}: no model and tokenizer to load there ({str(error).splitlines()[0]})") from None

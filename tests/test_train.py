@@ -658,8 +658,9 @@ def test_a_killed_run_goes_on_bit_for_bit(runs, tmp_path):
     assert not list((tmp_path / "killed").glob("checkpoints/.saving-*"))
 
 
-def test_a_warm_start_that_was_killed_begins_anew(tmp_path):
-    """Before the first checkpoint; and one that was finished is not made again."""
+def test_a_warm_start_that_was_killed_begins_anew(runs, tmp_path):
+    """Before the first checkpoint; and one that was finished is not made again. What models from files then do is what
+    those in memory did in the uninterrupted run."""
     process = subprocess.Popen(
         [sys.executable, train_file.__file__, *FAST, "--run", "r"],
         cwd=tmp_path,
@@ -679,6 +680,7 @@ def test_a_warm_start_that_was_killed_begins_anew(tmp_path):
         out.stderr
     )
     assert (tmp_path / "r/teacher/model.safetensors").stat().st_mtime_ns == before
+    assert without_seconds(tmp_path / "r") == without_seconds(runs[0] / "a")[:14]
 
 
 def test_only_the_last_checkpoints_stay(tmp_path):
