@@ -66,9 +66,10 @@ def evaluate(model, tokenizer, envs: list[SearchEnv], update: str = "mem1", max_
             done[env.task.id] = {"task": env.task.id, "em": em, "f1": f1, "peak": peak(trajectory, with_q),
                                  "dependency": dependency(trajectory, with_q), "seconds": seconds,
                                  "calls": len(trajectory.calls), "answers": env.answers}
-        append(records, (done[env.task.id] for env in batch))
+        # before the records, which say that a task is done; a right answer ends a valid episode
         append(keep_correct, (as_text(env, t, tokenizer) for env, t in zip(batch, new)
-                              if env.score()[0] == len(env.task.questions)))  # a right answer ends a valid episode
+                              if env.score()[0] == len(env.task.questions)))
+        append(records, (done[env.task.id] for env in batch))
         trajectories += new
     return {name: mean(done[env.task.id][name] for env in envs) for name in METRICS}, trajectories
 
@@ -83,8 +84,16 @@ def as_text(env: SearchEnv, trajectory: Trajectory, tokenizer) -> dict:
 def append(path: str | os.PathLike | None, lines: Iterable[dict]) -> None:
     """Add JSON lines to a file; each batch is on disk before the next begins."""
     if path is not None:
+        drop_cut_line(path)
         with open(path, "a", encoding="utf-8") as f:
             f.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def drop_cut_line(path: str | os.PathLike) -> None:
+    """Remove a last line that a crash cut off, or the next one would be glued to it."""
+    if os.path.exists(path):
+        data = Path(path).read_bytes()
+        os.truncate(path, data.rfind(b"\n") + 1)
 
 
 def read_records(path: str | os.PathLike | None) -> dict[str, dict]:
@@ -92,12 +101,9 @@ def read_records(path: str | os.PathLike | None) -> dict[str, dict]:
     the file; any other damage is a ValueError naming the line."""
     if path is None or not os.path.exists(path):
         return {}
-    data = Path(path).read_bytes()
-    whole = data[:data.rfind(b"\n") + 1]
-    if whole != data:
-        Path(path).write_bytes(whole)
+    drop_cut_line(path)
     found = {}
-    for number, line in enumerate(whole.splitlines(), 1):
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         try:
             record = json.loads(line)
             found[record["task"]] = {**record, **{name: float(record[name]) for name in METRICS}}
@@ -161,8 +167,9 @@ def parse(argv: list[str] | None = None):
     parser.add_argument("--seed", type=int, default=0, help="of the order of questions, and of sampling")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
-    if min(*args.horizons, args.n, args.batch_size, args.max_new_tokens) < 1:
-        parser.error("--horizons, --n, --batch_size and --max_new_tokens must be positive")
+    counts = (*args.horizons, args.n, args.batch_size, args.max_new_tokens, args.max_obs)
+    if min(counts) < 1 or args.top_k is not None and args.top_k < 1:
+        parser.error("--horizons, --n, --batch_size, --max_new_tokens, --max_obs and --top_k must be positive")
     if args.max_len <= args.max_new_tokens:
         parser.error(f"--max_len {args.max_len} must leave room for a prompt beside {args.max_new_tokens} new tokens")
     if bool(args.questions) != bool(args.corpus):
@@ -205,7 +212,8 @@ def open_records(folder: Path, model: str, args) -> Path:
         if ours[name] != theirs.get(name):
             raise ValueError(f"{folder} holds records with {name} {theirs.get(name)!r}, not {ours[name]!r}; choose "
                              "another folder")
-    file.write_text(json.dumps(ours, indent=1) + "\n")
+    if not file.exists():
+        file.write_text(json.dumps(ours, indent=1) + "\n")
     return folder
 
 

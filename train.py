@@ -544,6 +544,13 @@ def uninterrupted():
 
 
 @uninterrupted()
+def write(file: Path, text: str) -> None:
+    """A whole file or the old one, whatever happens meanwhile."""
+    file.with_suffix(".part").write_text(text)
+    os.replace(file.with_suffix(".part"), file)
+
+
+@uninterrupted()
 def save(folder: Path, *parts) -> None:
     """`save_pretrained` all parts, whole or not at all: into a temporary folder beside it, then renamed."""
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".saving-") as temporary:
@@ -606,8 +613,7 @@ def open_run(config: Config) -> tuple[Path, Callable]:
             run.mkdir(parents=True)
         except FileExistsError:
             raise ValueError(f"{run} exists already; choose another folder with --run, or remove it") from None
-    with uninterrupted():
-        (run / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
+    write(run / "config.json", json.dumps(settings, indent=1) + "\n")
 
     @uninterrupted()
     def log(**metrics):
@@ -627,8 +633,7 @@ def cut_metrics(run: Path, steps: int) -> None:
             continue
         if finished if record["stage"] == "sft" else record["step"] < steps:
             kept.append(line + "\n")
-    (run / "metrics.part").write_text("".join(kept))
-    os.replace(run / "metrics.part", file)
+    write(file, "".join(kept))
 
 
 def show(student, tokenizer, config: Config, tasks: Callable, when: str) -> None:
@@ -739,8 +744,7 @@ def train(config: Config) -> None:
     if config.eval_questions and tasks("test", 1, 1):
         models = {"warm_start": reference, "student": student, **({"teacher": teacher} if teacher else {})}
         result = "\n".join(table(compare_models(models, tokenizer, config, tasks)))
-        with uninterrupted():
-            (run / "table.md").write_text(result + "\n")
+        write(run / "table.md", result + "\n")
         print(result)
 
 

@@ -111,6 +111,7 @@ def test_right_episodes_are_kept_as_text(tmp_path, monkeypatch):
             rollout.scripted(respond, tokenizer, part), tokenizer, part, *rest
         ),
     )
+    out.write_text('{"task": "cut off by a cra')
     evaluate(None, TOKENIZER, envs, max_len=10_000, keep_correct=out)
     kept = [json.loads(line) for line in out.read_text().splitlines()]
     assert [k["task"] for k in kept] == [e.task.id for e in envs if e is not wrong]

@@ -629,22 +629,27 @@ def weights(folder):
     return AutoModelForCausalLM.from_pretrained(folder / "student").state_dict()
 
 
+def killed_at(file, *args, cwd):
+    """Start train.py, and kill it as soon as the file is there."""
+    process = subprocess.Popen(
+        [sys.executable, train_file.__file__, *args],
+        cwd=cwd,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    while not (cwd / file).exists() and process.poll() is None:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+
+
 def test_a_killed_run_goes_on_bit_for_bit(runs, tmp_path):
     """4 steps at once, and 2 steps, SIGKILL, and 2 more: the same metrics and weights; other settings are refused."""
     folder, _ = runs
     args = [*start_from(folder), "--steps", "4", "--save_every", "2"]
     out = command(*args, "--run", "whole", cwd=tmp_path)
     assert out.returncode == 0, out.stderr
-    process = subprocess.Popen(
-        [sys.executable, train_file.__file__, *args, "--run", "killed"],
-        cwd=tmp_path,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    while not (tmp_path / "killed/checkpoints/step-000002").exists() and process.poll() is None:
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
+    killed_at("killed/checkpoints/step-000002", *args, "--run", "killed", cwd=tmp_path)
     assert len(checkpoints(tmp_path / "killed")) == 1
     (tmp_path / "killed/checkpoints/.saving-x").mkdir()  # what a kill in the middle of a save leaves
     out = command(*args, "--run", "killed", "--resume", "--actor_lr", "1", cwd=tmp_path)
@@ -661,16 +666,7 @@ def test_a_killed_run_goes_on_bit_for_bit(runs, tmp_path):
 def test_a_warm_start_that_was_killed_begins_anew(runs, tmp_path):
     """Before the first checkpoint; and one that was finished is not made again. What models from files then do is what
     those in memory did in the uninterrupted run."""
-    process = subprocess.Popen(
-        [sys.executable, train_file.__file__, *FAST, "--run", "r"],
-        cwd=tmp_path,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    while not (tmp_path / "r/metrics.jsonl").exists() and process.poll() is None:
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
+    killed_at("r/metrics.jsonl", *FAST, "--run", "r", cwd=tmp_path)
     out = command(*FAST, "--run", "r", "--resume", "--steps", "1", cwd=tmp_path)
     assert out.returncode == 0, out.stderr
     assert [m["step"] for m in metrics(tmp_path / "r")] == [*range(12), 0]
