@@ -61,11 +61,13 @@ class _ActionScores(torch.autograd.Function):
         ctx.save_for_backward(hidden, head, action_ids, teacher_hidden, teacher_head)
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.set_materialize_grads(False)  # what the loss does not use costs nothing in backward
-        scores, teacher = [], (teacher_hidden, teacher_head)
+        dtype, teacher = torch.promote_types(hidden.dtype, torch.float32), (teacher_hidden, teacher_head)
+        scores = [hidden.new_empty(len(hidden), dtype=dtype) for _ in range(3)]
         for rows, logp, common_logp, log_ratio in _chunks(hidden, head, *teacher, temperature, chunk):
-            chosen = logp.gather(1, action_ids[rows, None])[:, 0]
-            scores.append(torch.stack([chosen, -(logp.exp() * logp).sum(-1), (common_logp.exp() * log_ratio).sum(-1)]))
-        return torch.cat(scores, -1).unbind()
+            scores[0][rows] = logp.gather(1, action_ids[rows, None])[:, 0]
+            scores[1][rows] = -(logp.exp() * logp).sum(-1)
+            scores[2][rows] = (common_logp.exp() * log_ratio).sum(-1)
+        return tuple(scores)
 
     @staticmethod
     def backward(ctx, grad_logp, grad_entropy, grad_kl):

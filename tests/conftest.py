@@ -32,6 +32,6 @@ def runs(tmp_path_factory):
         "history": ["--distill", "history", "--max_tokens", "2000"],
         "none": ["--distill", "none", "--update", "sliding_window", "--share", "q", "--reward", "f1"],
     }.items():
-        out[name] = command(*FAST, *extra, "--run", name, cwd=folder)
+        out[name] = command(*FAST, *extra, "--run_dir", name, cwd=folder)
         assert out[name].returncode == 0, out[name].stderr
     return folder, out

@@ -64,5 +64,5 @@ def test_action_scores_fit_a_real_vocabulary():
 
 
 def test_train_on_cuda(tmp_path):
-    out = command(*FAST, "--device", "cuda", "--run", "r", "--hidden_size", "128", cwd=tmp_path)
+    out = command(*FAST, "--device", "cuda", "--run_dir", "r", "--hidden_size", "128", cwd=tmp_path)
     assert out.returncode == 0 and "| Q2 | student |" in out.stdout, out.stderr

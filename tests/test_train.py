@@ -31,8 +31,7 @@ from train import (
     advantages_of,
     check_tokenizers,
     checkpoints,
-    frozen,
-    load_checkpoint,
+    head,
     load_model,
     make_critic,
     make_envs,
@@ -42,6 +41,7 @@ from train import (
     parse_config,
     policy_scores,
     replay,
+    resume,
     save_checkpoint,
     update_policy,
     values_of,
@@ -83,7 +83,7 @@ def test_run_leaves_what_it_says(runs):
         and tokenizer.encode("<think> known")[0] == tokenizer.get_vocab()["<think>"]
     )
     assert len(load_trajectories(folder / "a/trajectories.jsonl")) == 6
-    assert len(metrics(folder / "a", "sft")) == 12 and len(metrics(folder / "a", "rl")) == 3
+    assert len(metrics(folder / "a", "warm_start")) == 12 and len(metrics(folder / "a", "rl")) == 3
     stdout = out["a"].stdout
     assert (
         "before training" in stdout
@@ -127,7 +127,7 @@ def test_variants_share_all_but_the_teacher(tmp_path, monkeypatch):
     )
     first = {}
     for variant in ("aligned", "history", "none"):
-        flags = f"--distill {variant} --run {tmp_path}/{variant} "
+        flags = f"--distill {variant} --run_dir {tmp_path}/{variant} "
         flags += f"--student {tmp_path}/student --teacher {tmp_path}/teacher"
         config = parse_config(
             [*flags.split(), *"--steps 1 --ppo_epochs 1 --tasks_per_step 3 --eval_questions 0".split()]
@@ -180,7 +180,7 @@ def test_gradients_depend_on_neither_packs_nor_share(change):
     means and a second division."""
     records, results = trajectories("mem1"), []
     base = replace(Config(), max_len=200, ppo_epochs=1, max_grad_norm=1e9, distill_coef=0.5, device="cpu")
-    teacher = frozen(tiny(seed=1, vocab_size=len(TOKENIZER)))
+    teacher = tiny(seed=1, vocab_size=len(TOKENIZER)).requires_grad_(False)
     for config in (base, replace(base, **change)):
         student = tiny(vocab_size=len(TOKENIZER))
         critic = make_critic(student)
@@ -199,7 +199,7 @@ def test_gradients_depend_on_neither_packs_nor_share(change):
             optimizers,
             packs,
             batch_of(student, critic, teacher, packs, config),
-            teacher,
+            head(teacher),
             config,
             Clock("cpu"),
         )
@@ -292,9 +292,6 @@ def test_critic_shares_nothing_with_the_student():
     packed = pack([[1, 2]], [[3, 4]])
     assert values_of(critic, packed).tolist() == [0, 0]
     torch.testing.assert_close(action_hidden(critic, packed), action_hidden(student, packed))
-    assert frozen(student).config is not student.config and not any(
-        p.requires_grad for p in frozen(student).parameters()
-    )
 
 
 def test_history_packs_keep_the_order_of_the_calls():
@@ -351,7 +348,7 @@ def test_help_explains_every_field():
 
 def test_precedence_is_defaults_preset_flags():
     assert parse_config([]).ppo_epochs == train_file.PRESETS["tiny"]["ppo_epochs"] != Config().ppo_epochs
-    assert parse_config(["--preset", "3b"]) == replace(Config(), preset="3b", run="runs/3b")
+    assert parse_config(["--preset", "3b"]) == replace(Config(), preset="3b", **train_file.PRESETS["3b"])
     assert parse_config(["--ppo_epochs", "7"]).ppo_epochs == 7 and parse_config([]).gamma == Config().gamma
     assert parse_config(["--no_whiten_advantages"]).whiten_advantages is False
 
@@ -359,13 +356,13 @@ def test_precedence_is_defaults_preset_flags():
 def test_an_existing_run_is_never_overwritten(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/metrics.jsonl").write_text("precious\n")
-    out = command(*FAST, "--run", "mine", cwd=tmp_path)
+    out = command(*FAST, "--run_dir", "mine", cwd=tmp_path)
     assert out.returncode == 1 and "mine exists already" in out.stderr and "Traceback" not in out.stderr
     assert (tmp_path / "mine/metrics.jsonl").read_text() == "precious\n"
 
 
 def test_a_horizon_beyond_the_toy_is_refused_before_any_work(tmp_path):
-    out = command(*FAST, "--horizons", "2,300", "--run", "r", cwd=tmp_path)
+    out = command(*FAST, "--horizons", "2,300", "--run_dir", "r", cwd=tmp_path)
     assert out.returncode == 1 and "no 300 questions" in out.stderr and "Traceback" not in out.stderr
     assert not (tmp_path / "r").exists()
 
@@ -383,7 +380,7 @@ def test_models_from_folders(tmp_path):
         *FAST,
         "--max_len",
         "2000",
-        "--run",
+        "--run_dir",
         "r",
         "--steps",
         "1",
@@ -395,18 +392,24 @@ def test_models_from_folders(tmp_path):
     out = command(*args, cwd=tmp_path)
     assert out.returncode == 0, out.stderr
     assert metrics(tmp_path / "r", "rl")[0]["teacher_kl"] > 0 and not (tmp_path / "r/warm_start").exists()
-    out = command(*args, "--max_len", "100", "--run", "r2", cwd=tmp_path)
+    out = command(*args, "--max_len", "100", "--run_dir", "r2", cwd=tmp_path)
     assert out.returncode == 1 and "raise max_len" in out.stderr and "Traceback" not in out.stderr
     train_tokenizer(["quite another text"], 280).save_pretrained(tmp_path / "teacher")
-    out = command(*args, "--run", "r3", cwd=tmp_path)
+    out = command(*args, "--run_dir", "r3", cwd=tmp_path)
     assert out.returncode == 1 and "different tokenizers" in out.stderr and "Traceback" not in out.stderr
     out = command(
-        *args, "--run", "r4", "--teacher", "nowhere", cwd=tmp_path, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+        *args,
+        "--run_dir",
+        "r4",
+        "--teacher",
+        "nowhere",
+        cwd=tmp_path,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
     assert out.returncode == 1 and "nowhere" in out.stderr and "Traceback" not in out.stderr
     tiny("llama", vocab_size=100).save_pretrained(tmp_path / "student")
     with pytest.raises(ValueError, match="the model only 100"):
-        load_model(str(tmp_path / "student"), "cpu")
+        load_model(str(tmp_path / "student"), Config(device="cpu"))
 
 
 def test_tokenizers_are_compared_by_id():
@@ -430,7 +433,17 @@ def test_sigint_leaves_whole_files(tmp_path, moment):
     """Killed in the warm start, in a step and while a model is saved: every line of metrics.jsonl parses, no
     temporary file stays, and what is called a model loads."""
     process = subprocess.Popen(
-        [sys.executable, train_file.__file__, *FAST, "--run", "r", "--steps", "1000", "--save_every", "1"],
+        [
+            sys.executable,
+            train_file.__file__,
+            *FAST,
+            "--run_dir",
+            "r",
+            "--steps",
+            "1000",
+            "--save_every",
+            "1",
+        ],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -518,11 +531,11 @@ def test_train_on_files(runs, tmp_path):
     """Real questions, passages and models by their flags, from the sizes that are printed to the last table."""
     folder, _ = runs
     models = ["--student", str(folder / "a/warm_start"), "--teacher", str(folder / "a/teacher")]
-    out = command(*FAST, *toy_files(tmp_path), *models, "--run", "r", "--steps", "2", cwd=tmp_path)
+    out = command(*FAST, *toy_files(tmp_path), *models, "--run_dir", "r", "--steps", "2", cwd=tmp_path)
     assert out.returncode == 0, out.stderr
     assert "train: 20 questions make 10 tasks of 2" in out.stdout and "| Q2 | student |" in out.stdout
     assert "test: 10 questions make 10 tasks of 1" in out.stdout
-    out = command(*FAST, *toy_files(tmp_path)[:2], "--corpus", str(tmp_path / "corpus.jsonl"), *models, "--run", "s",
+    out = command(*FAST, *toy_files(tmp_path)[:2], "--corpus", str(tmp_path / "corpus.jsonl"), *models, "--run_dir", "s",
                   "--steps", "1", cwd=tmp_path)  # fmt: skip
     assert out.returncode == 0 and "one training task after training" in out.stdout + out.stderr
 
@@ -555,7 +568,16 @@ def test_episodes_kept_as_text_are_learned_by_another_tokenizer(runs, tmp_path):
         "cpu",
     ]
     out = command(
-        *args, "--run", "r", "--sft_epochs", "8", "--tasks_per_step", "3", "--sft_lr", "1e-2", cwd=tmp_path
+        *args,
+        "--run_dir",
+        "r",
+        "--sft_epochs",
+        "8",
+        "--tasks_per_step",
+        "3",
+        "--sft_lr",
+        "1e-2",
+        cwd=tmp_path,
     )
     assert out.returncode == 0, out.stderr
     losses = [json.loads(line)["loss"] for line in (tmp_path / "r/metrics.jsonl").read_text().splitlines()]
@@ -588,7 +610,7 @@ def test_sft_does_not_depend_on_packs(runs, tmp_path):
     for name, tokens in (("one", "100000"), ("many", "700")):
         out = command(
             *args,
-            "--run",
+            "--run_dir",
             name,
             "--max_tokens",
             tokens,
@@ -647,14 +669,14 @@ def test_a_killed_run_goes_on_bit_for_bit(runs, tmp_path):
     """4 steps at once, and 2 steps, SIGKILL, and 2 more: the same metrics and weights; other settings are refused."""
     folder, _ = runs
     args = [*start_from(folder), "--steps", "4", "--save_every", "2"]
-    out = command(*args, "--run", "whole", cwd=tmp_path)
+    out = command(*args, "--run_dir", "whole", cwd=tmp_path)
     assert out.returncode == 0, out.stderr
-    killed_at("killed/checkpoints/step-000002", *args, "--run", "killed", cwd=tmp_path)
+    killed_at("killed/checkpoints/step-000002", *args, "--run_dir", "killed", cwd=tmp_path)
     assert len(checkpoints(tmp_path / "killed")) == 1
     (tmp_path / "killed/checkpoints/.saving-x").mkdir()  # what a kill in the middle of a save leaves
-    out = command(*args, "--run", "killed", "--resume", "--actor_lr", "1", cwd=tmp_path)
+    out = command(*args, "--run_dir", "killed", "--resume", "--actor_lr", "1", cwd=tmp_path)
     assert out.returncode == 1 and "was made with --actor_lr" in out.stderr
-    out = command(*args, "--run", "killed", "--resume", cwd=tmp_path)
+    out = command(*args, "--run_dir", "killed", "--resume", cwd=tmp_path)
     assert out.returncode == 0 and "goes on after 2 steps" in out.stdout + out.stderr, out.stderr
     assert without_seconds(tmp_path / "killed") == without_seconds(tmp_path / "whole")
     whole, killed = weights(tmp_path / "whole"), weights(tmp_path / "killed")
@@ -666,12 +688,12 @@ def test_a_killed_run_goes_on_bit_for_bit(runs, tmp_path):
 def test_a_warm_start_that_was_killed_begins_anew(runs, tmp_path):
     """Before the first checkpoint; and one that was finished is not made again. What models from files then do is what
     those in memory did in the uninterrupted run."""
-    killed_at("r/metrics.jsonl", *FAST, "--run", "r", cwd=tmp_path)
-    out = command(*FAST, "--run", "r", "--resume", "--steps", "1", cwd=tmp_path)
+    killed_at("r/metrics.jsonl", *FAST, "--run_dir", "r", cwd=tmp_path)
+    out = command(*FAST, "--run_dir", "r", "--resume", "--steps", "1", cwd=tmp_path)
     assert out.returncode == 0, out.stderr
     assert [m["step"] for m in metrics(tmp_path / "r")] == [*range(12), 0]
     before = (tmp_path / "r/teacher/model.safetensors").stat().st_mtime_ns
-    out = command(*FAST, "--run", "r", "--resume", "--steps", "2", cwd=tmp_path)
+    out = command(*FAST, "--run_dir", "r", "--resume", "--steps", "2", cwd=tmp_path)
     assert out.returncode == 0 and [m["step"] for m in metrics(tmp_path / "r")] == [*range(12), 0, 1], (
         out.stderr
     )
@@ -686,13 +708,14 @@ def test_only_the_last_checkpoints_stay(tmp_path):
         for model, optimizer in zip((student, critic), optimizers):
             sum(p.square().sum() for p in model.parameters()).backward()
             optimizer.step()
-        save_checkpoint(tmp_path, step, student, critic, optimizers, keep=2)
+        trained = {"student": (student, optimizers[0]), "critic": (critic, optimizers[1])}
+        save_checkpoint(tmp_path, step, trained, keep=2)
     assert [p.name for p in checkpoints(tmp_path)] == ["step-000003", "step-000004"]
     expected = [p.clone() for p in [*student.parameters(), *critic.parameters()]]
     moments = [s["exp_avg_sq"].clone() for o in optimizers for s in o.state.values()]
     fresh, fresh_critic = tiny(seed=1), make_critic(tiny(seed=1))
     new = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (fresh, fresh_critic)]
-    load_checkpoint(checkpoints(tmp_path)[-1], fresh, fresh_critic, new)
+    assert resume(tmp_path, {"student": (fresh, new[0]), "critic": (fresh_critic, new[1])}) == 4
     assert all(
         a.equal(b) for a, b in zip(expected, [*fresh.parameters(), *fresh_critic.parameters()], strict=True)
     )
@@ -718,7 +741,7 @@ def test_what_is_not_finite_stops_before_it_reaches_a_weight():
 
     optimizers = [Never(m.parameters(), lr=0) for m in (student, critic)]
     with pytest.raises(FloatingPointError, match="is (nan|-?inf), and so is the gradient of model"):
-        update_policy(student, critic, optimizers, packs, batch, teacher, config, Clock("cpu"))
+        update_policy(student, critic, optimizers, packs, batch, head(teacher), config, Clock("cpu"))
 
 
 def test_guards_stop_a_run(runs, tmp_path, monkeypatch):
@@ -735,8 +758,8 @@ def test_guards_stop_a_run(runs, tmp_path, monkeypatch):
 
     monkeypatch.setattr(train_file, "generate", off)
     with pytest.raises(ValueError, match="step 0: logp_mismatch p99 1.0e-02 is over 0.001"):
-        train_file.train(parse_config([*args, "--run", "x"]))
-    train_file.train(parse_config([*args, "--run", "y", "--allow_mismatch"]))
+        train_file.train(parse_config([*args, "--run_dir", "x"]))
+    train_file.train(parse_config([*args, "--run_dir", "y", "--allow_mismatch"]))
     monkeypatch.setattr(train_file, "generate", real)
     values = train_file.advantages_of
 
@@ -749,6 +772,6 @@ def test_guards_stop_a_run(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(train_file, "advantages_of", infinite)
     with pytest.raises(
         ValueError,
-        match=r"step 1: .* is (nan|-?inf).*the last good checkpoint is \['z/checkpoints/step-000001'\]",
+        match=r"step 1: .* is (nan|-?inf).*the last good checkpoint is z/checkpoints/step-000001",
     ):
-        train_file.train(parse_config([*args, "--run", "z"]))
+        train_file.train(parse_config([*args, "--run_dir", "z"]))
