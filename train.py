@@ -602,17 +602,20 @@ def advantages_of(trajectories: list[Trajectory], logp_old, logp_ref, values, co
 
 
 class Clock:
-    """Seconds since the last lap, summed by name."""
+    """Seconds since the last lap, summed by name; on CUDA also the most memory, in GiB."""
 
     def __init__(self, device: str):
-        self.seconds, self.device, self.last = defaultdict(float), device, time.perf_counter()
+        self.cost, self.cuda, self.last = defaultdict(float), device.startswith("cuda"), time.perf_counter()
 
     def lap(self, name: str) -> None:
         """What passed since the last lap was `name`."""
-        if self.device.startswith("cuda"):
+        if self.cuda:
             torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated() / 2**30
+            self.cost[f"gib_{name}"] = max(self.cost[f"gib_{name}"], peak)
+            torch.cuda.reset_peak_memory_stats()
         now = time.perf_counter()
-        self.seconds[f"seconds_{name}"] += now - self.last
+        self.cost[f"seconds_{name}"] += now - self.last
         self.last = now
 
 
@@ -1010,7 +1013,7 @@ def train(config: Config) -> None:
         reference_kl = torch.cat(gather((logp_old - logp_ref).clamp(min=0).cpu()))
         metrics = {"stage": "rl", "step": step, **rollout_metrics(envs, trajectories, packs), **losses,
                    "logp_mismatch": p99, "logp_mismatch_max": mismatch.max().item(),
-                   "reference_kl": reference_kl.mean().item(), **clock.seconds}
+                   "reference_kl": reference_kl.mean().item(), **clock.cost}
         log(**metrics)
         tqdm.write("step {step:3d}  reward {reward:.2f}  answered {answered:.2f}  teacher_kl {teacher_kl:.3f}  entropy "
                    "{entropy:.3f}  clipfrac {clipfrac:.3f}  logp_mismatch {logp_mismatch:.0e}".format(**metrics))

@@ -27,7 +27,9 @@ def keep(metrics, *models):
     for name, model in zip(("student", "critic"), models):
         parameters = dict(model.named_parameters())
         record[name] = {n: train_file.whole(p.grad).clone() for n, p in parameters.items()}
-        record[f"{name}_buffers"] = {n: (b.dtype, b.clone()) for n, b in model.named_buffers()}
+    every = [*models, *frozen_models]
+    record["buffers"] = [(b.dtype, b.clone()) for model in every for _, b in model.named_buffers()]
+    record["frozen"] = {p.dtype for model in frozen_models for p in model.parameters()}
     kept.append(record)
     check_finite(metrics, *models)
 
@@ -38,7 +40,14 @@ def count(found, config):
     return even(found, config)
 
 
-packs = []
+def freeze(*args):
+    """Reference and teacher."""
+    frozen_models.append(frozen(*args))
+    return frozen_models[-1]
+
+
+packs, frozen_models = [], []
+frozen, train_file.frozen = train_file.frozen, freeze
 train_file.rollout, check_finite, train_file.check_finite = expert, train_file.check_finite, keep
 even, train_file.even = train_file.even, count
 out, flags = sys.argv[1], sys.argv[2:]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -121,10 +122,49 @@ def test_readme_is_true():
     known = set(Config.__dataclass_fields__) | {
         name for file in FILES for pair in re.findall(flags, source(file)) for name in pair
     }
-    theirs = {"branch", "include", "local", "repo"}  # of git and hf
+    theirs = {"branch", "include", "local", "repo", "standalone", "nproc"}  # of git, hf and torchrun
     assert set(re.findall(r"--(\w+)", readme)) - known <= {"no_whiten_advantages", "help"} | theirs
     ci = (ROOT / ".ci/run").read_text()
     assert "README.md" in ci
+
+
+def readme_blocks():
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def test_readme_engine_is_a_sample_for_rollout(monkeypatch):
+    """The block for a faster engine, with a stand-in for the engine: ids and the sampled ids' log-probs, row by row."""
+    (code,) = [code for code in readme_blocks() if "vllm" in code]
+    done, number = [], SimpleNamespace
+
+    class LLM:
+        def __init__(self, path, logprobs_mode):
+            done.append(path)
+
+        def collective_rpc(self, name, kwargs):
+            done.append(kwargs["weights_path"])
+
+        def generate(self, prompts, params):
+            assert (
+                params["logprobs"] == 0
+                and params["include_stop_str_in_output"]
+                and params["stop"] == ["</x>"]
+            )
+            return [
+                number(
+                    outputs=[
+                        number(token_ids=(n, 7), logprobs=[{n: number(logprob=-n)}, {7: number(logprob=-7)}])
+                    ]
+                )
+                for n in (len(p["prompt_token_ids"]) for p in prompts)
+            ]
+
+    monkeypatch.setitem(sys.modules, "vllm", number(LLM=LLM, SamplingParams=dict))
+    names = {"run": Path("r"), "T": 1.0, "config": number(max_new_tokens=9), "STOP": ("</x>",)}
+    names |= {"save": lambda *args: done.append("saved"), "student": None, "tokenizer": None}
+    exec(code, names)
+    assert names["sample"]([[5], [5, 6]], [0, 1]) == ([[1, 7], [2, 7]], [[-1, -7], [-2, -7]])
+    assert done == ["r/student", "saved", "r/student"]
 
 
 def test_readme_examples_run(tmp_path):
@@ -134,9 +174,10 @@ def test_readme_examples_run(tmp_path):
 
     tiny("llama", vocab_size=len(TOKENIZER)).save_pretrained(tmp_path / "model")
     TOKENIZER.save_pretrained(tmp_path / "model")
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     outputs = []
-    for code in blocks:
+    for code in readme_blocks():
+        if "vllm" in code:
+            continue
         assert "runs/tiny/student" in code and len(code.splitlines()) <= 30
         code = code.replace("runs/tiny/student", str(tmp_path / "model"))
         out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

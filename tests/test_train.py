@@ -218,7 +218,7 @@ def test_clock_sums_laps_by_name(monkeypatch):
     clock = Clock("cpu")
     for name in ("a", "b", "a"):
         clock.lap(name)
-    assert clock.seconds == {"seconds_a": 5.0, "seconds_b": 2.0}
+    assert clock.cost == {"seconds_a": 5.0, "seconds_b": 2.0}
 
 
 def test_rewards_stand_on_the_last_token_of_their_call_and_stay_in_their_trajectory():
@@ -454,7 +454,7 @@ def test_sigint_leaves_whole_files(tmp_path, moment):
     def reached():
         text = (run / "metrics.jsonl").read_text() if (run / "metrics.jsonl").exists() else ""
         return {
-            "sft": '"sft"' in text,
+            "sft": '"warm_start"' in text,
             "rl": text.count('"rl"') >= 2,
             "save": '"rl"' in text and any(run.glob(".saving-*/new")),
         }[moment]
