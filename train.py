@@ -870,7 +870,7 @@ def sizes(path: str) -> SimpleNamespace:
     layer, in what is no layer; layers L, widths H and I, vocabulary V; numbers in the KV cache per token."""
     try:
         config = AutoConfig.from_pretrained(path).get_text_config()
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path}: no config to read there ({str(error).splitlines()[0]})") from None
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)

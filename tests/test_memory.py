@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,8 +23,11 @@ from train import (
     hidden_of,
     join,
     make_critic,
+    memory_table,
+    parse_config,
     policy_scores,
     shard,
+    sizes,
     trainable,
     unsharded,
     update_policy,
@@ -174,3 +178,22 @@ def test_a_score(config):
     measured = peak(score, *teacher.parameters())
     said = expected(config, "s", "student and", "reference")
     assert measured <= said <= 1.25 * measured
+
+
+def test_the_table_of_the_readme(tmp_path):
+    """It is what the command prints for the shapes of Qwen2.5-3B and 7B, whose sizes are known; without a config it
+    says which."""
+    keys = (
+        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
+    )
+    shapes = {"3b": (151_936, 2048, 11_008, 36, 16, 2), "7b": (152_064, 3584, 18_944, 28, 28, 4)}
+    for name, shape in shapes.items():
+        config = Qwen2Config(**dict(zip(keys.split(), shape)), tie_word_embeddings=name == "3b")
+        config.save_pretrained(tmp_path / name)
+    assert sizes(str(tmp_path / "3b")).P == 3_085_938_688 and sizes(str(tmp_path / "7b")).P == 7_615_616_512
+    args = ["--preset", "3b", "--student", str(tmp_path / "3b"), "--teacher", str(tmp_path / "7b")]
+    table = memory_table(parse_config(args))
+    assert table in (Path(__file__).parents[1] / "README.md").read_text()
+    (tmp_path / "3b/config.json").unlink()
+    with pytest.raises(ValueError, match="3b: no config"):
+        memory_table(parse_config(args))

@@ -71,12 +71,13 @@ def near(a, b, tolerance):
 )
 def test_two_ranks_are_one(models, tmp_path, student, tasks, max_tokens, packs):
     """Losses, every parameter's gradient and the weights after three updates, with uneven numbers of tasks, calls and
-    packs, and with a rank that has no task and no pack; the two ranks compute activations again, the one does not.
+    packs, and with a rank that has no task and no pack; the two ranks compute activations again and
+    put frozen models away, the one does not.
     Would catch a mean of means, a lost factor of the number of ranks, whitening by rank, the norm of a shard, a rank
     that hangs."""
     args = flags(models, student, "--tasks_per_step", str(tasks), "--max_tokens", str(max_tokens))
     found = {}
-    for n, more in ((0, []), (2, ["--gradient_checkpointing"])):
+    for n, more in ((0, []), (2, ["--gradient_checkpointing", "--offload"])):
         out = start(n, RANKS, f"{n}.pt", *args, *more, "--run_dir", f"r{n}", cwd=tmp_path)
         assert out.returncode == 0, out.stderr[-3000:]
         found[n] = torch.load(tmp_path / f"{n}.pt", weights_only=False)
