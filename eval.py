@@ -12,10 +12,12 @@ leaves it out of both, as MEM1 does. (MEM1 also skips failed tasks in peak, and 
     python eval.py MODEL --questions FILE --corpus INDEX --horizons 2 8 --records FOLDER      # a folder or hub name
     python eval.py MODEL --questions FILE --corpus INDEX --keep_correct OUT.jsonl             # data for SFT
     python eval.py compare PPO=FOLDER,FOLDER MemOPD=FOLDER,FOLDER                             # records of several runs
+    python eval.py study --seeds 0 1 2 3 4                        # Figure 3a on the toy: PPO, history, aligned
 """
 import argparse
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -23,6 +25,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import torch
+from tqdm import tqdm
 
 from env import RULES, STOP, SearchEnv, compose, load_questions, open_retriever, step_all, toy_envs
 from rollout import Trajectory, generate, load, rollout, stop_on, task_generators, update_rules
@@ -121,34 +124,43 @@ def table(rows: Iterable[tuple[str, str, dict[str, float]]]) -> Iterator[str]:
 
 
 def compare(groups: dict[str, list[Path]]) -> Iterator[str]:
-    """The layout of Table 1 for groups of records folders, a folder a seed: for every set the mean and the standard
-    deviation over seeds, and the change of F1 against the first group."""
+    """`table1` for groups of records folders, a folder a seed."""
     found = {name: [{file.stem: read_records(file) for file in sorted(folder.glob("Q*.jsonl"))} for folder in folders]
              for name, folders in groups.items()}
     for name, seeds in found.items():
         for folder, sets in zip(groups[name], seeds):
             if sets.keys() != seeds[0].keys() or not all(sets.values()):
                 raise ValueError(f"{folder}: its sets are {sorted(sets)}, those of the other runs {sorted(seeds[0])}")
+    return table1({name: [{k: {m: mean(r[m] for r in records.values()) for m in METRICS} for k, records in sets.items()}
+                          for sets in seeds] for name, seeds in found.items()})
+
+
+def table1(found: dict[str, list[dict]]) -> Iterator[str]:
+    """The layout of Table 1 for {model: [{set: {metric: mean over tasks}}, a dict a seed]}: for every set the mean and
+    the standard deviation over seeds, and the change of F1 against the first model."""
     yield f"| set | model | runs | EM | F1 | change of F1 | {' | '.join(METRICS[2:])} |"
     yield "|---" * 9 + "|"
-    base = next(iter(found.values()))[0]
-    for k in sorted(base, key=lambda k: (len(k), k)):
+    for k in sorted(next(iter(found.values()))[0], key=lambda k: (len(k), k)):
         first = None
         for name, seeds in found.items():
             if k not in seeds[0]:
                 continue
-            runs = {m: [mean(r[m] for r in sets[k].values()) for sets in seeds] for m in METRICS}
-            cells = [f"{mean(x):.3f}" + (f" ± {stdev(x):.3f}" if len(x) > 1 else "") for x in (runs["em"], runs["f1"])]
+            runs = {m: [sets[k][m] for sets in seeds] for m in METRICS}
             first = first or mean(runs["f1"])
             change = f"{mean(runs['f1']) / first - 1:+.1%}" if first else ""
-            yield (f"| {k} | {name} | {len(seeds)} | {cells[0]} | {cells[1]} | {change} | {mean(runs['peak']):.0f} "
-                   f"| {mean(runs['dependency']):.0f} | {mean(runs['seconds']):.3f} |")
+            yield (f"| {k} | {name} | {len(seeds)} | {spread(runs['em'])} | {spread(runs['f1'])} | {change} "
+                   f"| {mean(runs['peak']):.0f} | {mean(runs['dependency']):.0f} | {mean(runs['seconds']):.3f} |")
+
+
+def spread(x: list[float], form: str = ".3f") -> str:
+    """Mean and standard deviation."""
+    return f"{mean(x):{form}}" + (f" ± {stdev(x):.3f}" if len(x) > 1 else "")
 
 
 def parse(argv: list[str] | None = None):
     """The command line of an evaluation."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="a run folder of train.py, a model folder, or a hub name; or `compare`")
+    parser.add_argument("model", help="a run folder of train.py, a model folder, or a hub name; or `compare`, `study`")
     parser.add_argument("--questions", nargs="+", help="files of questions (env.load_questions); by default the toy")
     parser.add_argument("--corpus", help="an index of env.py, a JSONL of passages, or a retrieval server's URL")
     parser.add_argument("--horizons", type=int, nargs="+", default=[2, 8, 16], help="questions per task")
@@ -203,9 +215,13 @@ def rows(args) -> Iterator[tuple[str, str, dict[str, float]]]:
 
 def open_records(folder: Path, model: str, args) -> Path:
     """Make the folder, or continue in it: raise ValueError where it holds records made with other settings."""
+    return same_settings(folder, {name: value for name, value in vars(args).items() if name not in (
+        "horizons", "n", "batch_size", "records", "keep_correct", "device")} | {"model": os.path.abspath(model)})
+
+
+def same_settings(folder: Path, ours: dict) -> Path:
+    """Make the folder and write the settings into it, or hold them against those that are there."""
     folder.mkdir(parents=True, exist_ok=True)
-    ours = {name: value for name, value in vars(args).items() if name not in (
-        "horizons", "n", "batch_size", "records", "keep_correct", "device")} | {"model": os.path.abspath(model)}
     file = folder / "settings.json"
     theirs = json.loads(file.read_text()) if file.exists() else ours
     for name in ours:
@@ -217,6 +233,157 @@ def open_records(folder: Path, model: str, args) -> Path:
     return folder
 
 
+# ---- the matched control of Figure 3a, in small ----------------------------------------------------------------------
+
+VARIANTS = {"PPO": ["--distill", "none"], "history": ["--distill", "history"], "aligned": ["--distill", "aligned"]}
+PAIRS = [("PPO", "warm start"), ("history", "warm start"), ("aligned", "warm start"), ("history", "PPO"),
+         ("aligned", "PPO"), ("aligned", "history")]
+CURVES = {"reward": "reward of the batch", "teacher_kl": "KL to the teacher (Eq. 7)",
+          "logp_mismatch": "logp_mismatch, p99", "clipfrac": "share of clipped ratios"}
+
+
+def study(argv: list[str]) -> Iterator[str]:
+    """For every seed one warm start, and from it a run of train.py for every variant, with the same teacher, tasks and
+    evaluation; then the tables. A finished model is a small file in the folder, and is not made again."""
+    parser = argparse.ArgumentParser(prog="eval.py study", description=study.__doc__, allow_abbrev=False,
+                                     epilog="Other flags go to train.py.")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--folder", type=Path, default=Path("runs/study"), help="for the runs and their results")
+    parser.add_argument("--start", type=Path, help="folder of a study whose warm starts and teachers to use")
+    parser.add_argument("--horizons", type=int, nargs="+", default=[2, 8, 16], help="questions per task")
+    parser.add_argument("--n", type=int, default=640, help="held-out questions per horizon")
+    parser.add_argument("--sweep", nargs="+", metavar="X", help="a flag of train.py without its dashes, and values: "
+                        "the variants, in the place of PPO, history and aligned")
+    parser.add_argument("--figures", type=Path, help="folder for the pictures (needs matplotlib)")
+    args, flags = parser.parse_known_args(argv)
+    variants = VARIANTS if not args.sweep else {
+        f"{args.sweep[0]} {value}": [f"--{args.sweep[0]}", value] for value in args.sweep[1:]}
+    same_settings(args.folder, {"horizons": args.horizons, "n": args.n, "sweep": args.sweep, "flags": flags})
+    found, states = {name: [] for name in ("warm start", *variants, "teacher")}, []
+    with tqdm(total=len(args.seeds) * (len(found) + 1)) as bar:
+        for seed in args.seeds:
+            here = args.folder / f"seed-{seed}"
+            start = (args.start or args.folder) / f"seed-{seed}" / "start"
+            common = ["--seed", str(seed), "--resume", *flags]
+            models = ["--student", str(start / "warm_start"), "--teacher", str(start / "teacher")]
+            for name in found:
+                bar.set_description(f"seed {seed}, {name}")
+                run, more, model = start, ["--stage", "warm_start"], name.replace(" ", "_")
+                if name in variants:
+                    run, more, model = here / model, [*models, "--eval_questions", "0", *variants[name]], "student"
+                result = here / f"{name.replace(' ', '_')}.json"
+                if not result.exists():
+                    if name in variants or not args.start:
+                        python("train.py", ["--run_dir", str(run), *common, *more], run.with_suffix(".log"))
+                    keep(result, result_of(run, model, args))
+                found[name].append(json.loads(result.read_text()))
+                bar.update()
+            if not args.sweep:
+                states.append(states_of(here, start))
+            bar.update()
+    yield from table1({name: [r["sets"] for r in results] for name, results in found.items()})
+    if not args.sweep:
+        yield from ("", *paired(found, args.seeds), "", *mechanism(states))
+    if args.figures:
+        draw(found, args.figures)
+
+
+def python(file: str, flags: list[str], log: Path) -> str:
+    """Run one of our files as a process of its own: what it printed. Raises ValueError that names the log where it
+    fails."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "a") as f:
+        command = [sys.executable, str(Path(__file__).with_name(file)), *flags]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=f, text=True)
+        f.write(done.stdout)
+    if done.returncode:
+        raise ValueError(f"{' '.join(command)} ended with status {done.returncode}; what it said is in {log}")
+    return done.stdout
+
+
+def keep(file: Path, found: dict) -> None:
+    """Write a result, whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.with_suffix(".part").write_text(json.dumps(found) + "\n")
+    os.replace(file.with_suffix(".part"), file)
+
+
+def result_of(run: Path, name: str, args) -> dict:
+    """A model's metrics on every set, greedy, and the curves of its training."""
+    tokenizer, model = load(str(run / name), "cuda" if torch.cuda.is_available() else "cpu")
+    sets = {f"Q{k}": evaluate(model, tokenizer, toy_envs("test", max(1, args.n // k), k, top_k=2))[0]
+            for k in args.horizons}
+    steps = [m for m in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if m["stage"] == "rl"]
+    return {"sets": sets, "curves": {name: [float(f"{m[name]:.4g}") for m in steps] for name in CURVES}}
+
+
+def states_of(here: Path, start: Path) -> dict:
+    """What the teacher says of exact and of flattened states in the last batch of the aligned run (rce.py)."""
+    file, aligned = here / "states.json", here / "aligned"
+    if not file.exists():
+        flags = ["--teacher", str(start / "teacher"), "--trajectories", str(aligned / "trajectories.jsonl"), "--json"]
+        report = json.loads(python("rce.py", ["--model", str(aligned / "student"), *flags], here / "rce.log"))
+        keep(file, {name: {key: row[key] for key in ("tokens", "mean_kl", "top1")}
+                    for name, row in report["teacher"].items()})
+    return json.loads(file.read_text())
+
+
+def paired(found: dict[str, list[dict]], seeds: list[int]) -> Iterator[str]:
+    """Figure 3a as a table: how F1 changes from one model to another of the same seed, and how many seeds agree with
+    the sign of the mean."""
+    yield f"| set | F1 of | less that of | {' | '.join(f'seed {seed}' for seed in seeds)} | mean | agree |"
+    yield "|---" * (len(seeds) + 5) + "|"
+    for k in found["PPO"][0]["sets"]:
+        for a, b in PAIRS:
+            change = [x["sets"][k]["f1"] - y["sets"][k]["f1"] for x, y in zip(found[a], found[b])]
+            agree = sum(x * mean(change) > 0 for x in change)
+            yield (f"| {k} | {a} | {b} | {' | '.join(f'{x:+.3f}' for x in change)} | {spread(change, '+.3f')} "
+                   f"| {agree}/{len(change)} |")
+
+
+def mechanism(states: list[dict]) -> Iterator[str]:
+    """Where the teacher's two targets differ: means over seeds."""
+    yield "| teacher on history against exact state | tokens | KL | top-1 agreement |"
+    yield "|---|---|---|---|"
+    for row in states[0]:
+        of = [s[row] for s in states if row in s]
+        yield (f"| {row} | {mean(x['tokens'] for x in of):.0f} | {spread([x['mean_kl'] for x in of])} "
+               f"| {spread([x['top1'] for x in of])} |")
+
+
+def draw(found: dict[str, list[dict]], folder: Path) -> None:
+    """curves.png: what each variant's training looked like; bars.png: Figure 3a."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("--figures needs matplotlib: pip install '.[figures]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    folder.mkdir(parents=True, exist_ok=True)
+    colors = dict(zip(found, ("0.6", "tab:blue", "tab:orange", "tab:green", "0.3")))
+    trained = {name: results for name, results in found.items() if results[0]["curves"]["reward"]}
+    figure, axes = plt.subplots(1, len(CURVES), figsize=(15, 3.2), layout="constrained")
+    for axis, (curve, title) in zip(axes, CURVES.items()):
+        for name, results in trained.items():
+            runs = [r["curves"][curve] for r in results]
+            for run in runs:
+                axis.plot(run, color=colors[name], alpha=0.2, linewidth=0.8)
+            axis.plot([mean(step) for step in zip(*runs)], color=colors[name], label=name)
+        axis.set(title=title, xlabel="step", yscale="log" if curve == "logp_mismatch" else "linear")
+    axes[0].legend()
+    figure.savefig(folder / "curves.png", dpi=110)
+    sets = list(results[0]["sets"])
+    figure, axes = plt.subplots(1, len(sets), figsize=(10, 3.2), layout="constrained")
+    for axis, k in zip(axes, sets):
+        for x, (name, results) in enumerate(found.items()):
+            f1 = [r["sets"][k]["f1"] for r in results]
+            axis.bar(x, mean(f1), yerr=stdev(f1) if len(f1) > 1 else None, color=colors[name], capsize=3)
+            axis.plot([x] * len(f1), f1, "k.", markersize=4)
+        axis.set_xticks(range(len(found)), found, rotation=20)
+        axis.set(title=f"F1 on {k}", ylim=(0, None))
+    figure.savefig(folder / "bars.png", dpi=110)
+
+
 def main():
     try:
         if sys.argv[1:2] == ["compare"]:
@@ -224,12 +391,16 @@ def main():
             if not groups or not all(groups.values()):
                 raise ValueError("compare takes NAME=FOLDER,FOLDER,... for each group of runs")
             lines = compare({name: [Path(p) for p in folders.split(",")] for name, folders in groups.items()})
+        elif sys.argv[1:2] == ["study"]:
+            lines = study(sys.argv[2:])
         else:
             lines = table(rows(parse()))
         for line in lines:
             print(line, flush=True)
     except (ValueError, OSError) as error:
         raise SystemExit(f"eval.py: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit("\ninterrupted; records and studies go on with the same command") from None
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import copy
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import count
 
 import torch
 from tqdm import tqdm
@@ -254,7 +255,7 @@ def toy(dtype: torch.dtype) -> tuple:
 
 # ---- the audit -------------------------------------------------------------------------------------------------------
 
-def audit(model, sets: dict[str, list[Trajectory]], teacher=None, clip_coef: float = 0.2) -> dict:
+def audit(model, sets: dict[str, list[Trajectory]], teacher=None, clip_coef: float = 0.2, tokenizer=None) -> dict:
     """Tables 3 and 4, Figure 3b and the teacher audit, as plain numbers. The first set is audited in full, of the
     others only the packs. `holds` is the verdict over all packs, student's and teacher's; `failures` names the worst
     token of each that does not."""
@@ -290,7 +291,7 @@ def audit(model, sets: dict[str, list[Trajectory]], teacher=None, clip_coef: flo
                       "figure3b": {key: table[key] for key in corrupted([])},
                       "action_domain": action_domain(trajectories, flat, q_packs)}
             if teacher is not None:
-                report["teacher"], right = audit_teacher(teacher, trajectories, flat, clip_coef)
+                report["teacher"], right = audit_teacher(teacher, trajectories, flat, clip_coef, tokenizer)
                 judge("teacher, packing, tree", right)
         report["table4"][name] = table["packing, tree"]
     criterion = (f"no logit off by more than {share:g} of the largest" if share else
@@ -298,17 +299,33 @@ def audit(model, sets: dict[str, list[Trajectory]], teacher=None, clip_coef: flo
     return {**report, "holds": not failures, "criterion": criterion, "failures": failures}
 
 
-def audit_teacher(teacher, trajectories: list[Trajectory], flat: list[Packed], clip_coef: float) -> tuple:
+def audit_teacher(teacher, trajectories: list[Trajectory], flat: list[Packed], clip_coef: float,
+                  tokenizer=None) -> tuple:
     """What the teacher says about the flat history instead of the exact state, in the calls before the first memory
-    update and after it: {name: summary}; and the Difference of its packs."""
+    update and after it; with a tokenizer also call by call, and by what a token writes: {name: summary}; and the
+    Difference of its packs."""
     check_ids(teacher, trajectories)
     hidden = {"history": packed_hidden(teacher, flat, "teacher: histories"),
               "packing": packed_hidden(teacher, pack_all(trajectories), "teacher: packs, tree")}
     found = compare(teacher, hidden, *calls_of(trajectories))
-    call_of = [t for trajectory in trajectories for t, call in enumerate(trajectory.calls) for _ in call.action_ids]
-    before, after = [i for i, t in enumerate(call_of) if t == 0], [i for i, t in enumerate(call_of) if t]
-    parts = {"before the first memory update": before, "after it": after}
-    return {name: found["history"][rows].summary(clip_coef) for name, rows in parts.items() if rows}, found["packing"]
+    rows, tokens = {"before the first memory update": [], "after it": []}, count()
+    for t, call in ((t, call) for trajectory in trajectories for t, call in enumerate(trajectory.calls)):
+        names = ["after it" if t else "before the first memory update"]
+        names += [f"call {t + 1}" if t < 4 else "call 5 and later"] if tokenizer and t else []
+        for part in writes(call, tokenizer):
+            n = next(tokens)
+            for name in names + ([f"after it, {part}"] if tokenizer and t else []):
+                rows.setdefault(name, []).append(n)
+    return {name: found["history"][at].summary(clip_coef) for name, at in rows.items() if at}, found["packing"]
+
+
+def writes(call: Call, tokenizer) -> list[str]:
+    """What each action token writes in the search protocol: memory up to </think>, then a query or an answer."""
+    if tokenizer is None:
+        return [""] * len(call.action_ids)
+    rest = "query" if "<search>" in tokenizer.decode(call.action_ids) else "answer"
+    return ["memory" if "</think>" not in tokenizer.decode(call.action_ids[:k]) else rest
+            for k in range(len(call.action_ids))]
 
 
 def markdown(report: dict) -> Iterator[str]:
@@ -351,9 +368,10 @@ def check_tokenizers(student, teacher) -> None:
 
 
 def subject(args, dtype: torch.dtype) -> tuple:
-    """(model, {name of a set: trajectories}, teacher or None), as the command asks."""
+    """(model, {name of a set: trajectories}, teacher or None, tokenizer where the search protocol was followed), as the
+    command asks."""
     if not args.model:
-        return *toy(dtype), None
+        return *toy(dtype), None, None
     tokenizer, model = load(args.model, args.device, "packed", dtype)
     teacher = None
     if args.teacher:
@@ -363,13 +381,13 @@ def subject(args, dtype: torch.dtype) -> tuple:
         recorded = load_trajectories(args.trajectories)
         if not recorded:
             raise ValueError(f"{args.trajectories}: no trajectories in it")
-        return model, {"recorded": recorded}, teacher
+        return model, {"recorded": recorded}, teacher, tokenizer
     if args.questions:
         retriever = open_retriever(args.corpus)
         tasks = [(task, retriever) for task in load_questions(args.questions)[:args.tasks]]
     else:
         tasks = [(env.task, env.retriever) for env in toy_envs("test", args.tasks, k=2)]
-    return model, sample_sets(model, tokenizer, tasks, args.calls, args.max_new_tokens, args.seed), teacher
+    return model, sample_sets(model, tokenizer, tasks, args.calls, args.max_new_tokens, args.seed), teacher, None
 
 
 def main():
@@ -401,7 +419,8 @@ def main():
     dtype = getattr(torch, args.dtype)
     torch.set_float32_matmul_precision("highest")  # TF32 would round float32 to 11 bits
     try:
-        report = audit(*subject(args, dtype), args.clip_coef)
+        model, sets, teacher, tokenizer = subject(args, dtype)
+        report = audit(model, sets, teacher, args.clip_coef, tokenizer)
     except (ValueError, OSError) as error:
         raise SystemExit(f"rce.py: {error}") from None
     for line in [json.dumps(report, indent=1)] if args.json else markdown(report):

@@ -16,7 +16,7 @@ What the paper does not state, and we chose (values are MEM1's where it has them
  4. The task reward is the sum of EM over the questions; a malformed response ends the episode with reward 0.
  5. log pi_old is a pass of its own over the packs of the update, so that the first ratio is exactly 1. What the sampler
     recorded is compared with it in every step (`logp_mismatch`): the audit of Eq. 5 in the loop.
- 6. `tiny` makes student and teacher in one run of SFT: the student is an early snapshot of what becomes the teacher.
+ 6. `tiny` makes student and teacher in one run of SFT: the student branches off half way, and ends there.
 
 Shapes: N sampled action tokens of the whole batch, in the order trajectory, call, token; H hidden size.
 """
@@ -74,7 +74,8 @@ class Config:
     preset: Literal["tiny", "small", "3b"] = flag(
         "tiny", "defaults, which flags override: tiny for the toy, 3b for the paper's values and MEM1's, small for "
         "models of 0.5B and 1.5B on one GPU of 24 GB")
-    stage: Literal["rl", "sft"] = flag("rl", "rl: Section 3.4; sft: turn-level examples first (Section 3.2)")
+    stage: Literal["rl", "sft", "warm_start"] = flag(
+        "rl", "rl: Section 3.4; sft: turn-level examples first (Section 3.2); warm_start: only the toy's models")
     run_dir: str = flag(
         "runs/tiny", "folder for models, metrics and trajectories; must not exist yet, but for --resume")
     resume: bool = flag(False, "go on from the newest checkpoint in --run_dir, with the same settings")
@@ -139,7 +140,8 @@ class Config:
     layers: int = flag(3, "layers of the toy models")
     vocab_size: int = flag(1024, "tokens of the toy's byte-level BPE")
     sft_steps: int = flag(1000, "SFT updates until the teacher")
-    sft_student: int = flag(500, "SFT updates until the student")
+    sft_student: int = flag(500, "SFT updates until the student leaves the teacher's run")
+    sft_anneal: int = flag(100, "SFT updates of its own that end the student's")
     sft_questions: int = flag(32, "questions in each SFT batch, over tasks of mixed length")
     sft_horizon: int = flag(16, "the longest SFT task; reached step by step from 3 questions on")
 
@@ -147,7 +149,7 @@ class Config:
 PRESETS = {
     "tiny": dict(
         dtype="float32", gradient_checkpointing=False, steps=50, tasks_per_step=48, top_k=2, max_new_tokens=128,
-        max_len=640, max_tokens=8192, distill_coef=1.0, ppo_epochs=2, actor_lr=2e-4, critic_lr=1e-3),
+        max_len=640, max_tokens=8192, distill_coef=1.0, ppo_epochs=2, actor_lr=5e-5, critic_lr=1e-3),
     "small": dict(
         run_dir="runs/small", student="Qwen/Qwen2.5-0.5B-Instruct", teacher="Qwen/Qwen2.5-1.5B-Instruct", offload=True,
         tasks_per_step=32, max_new_tokens=500, max_len=2048, max_tokens=8192),
@@ -190,6 +192,8 @@ def parse_config(args: list[str] | None = None) -> Config:
     if (config.stage == "sft") != bool(config.sft_data) or config.sft_data and not config.student:
         problems.append("--stage sft needs --sft_data and a --student to begin with, and --sft_data needs that stage")
     alone = config.distill == "none" or config.stage == "sft"
+    if config.stage == "warm_start" and config.student:
+        problems.append("--stage warm_start makes the toy's models, and takes no --student")
     if bool(config.student) != bool(config.teacher) and (config.teacher or not alone):
         problems.append("--student and --teacher go together (with --distill none a --student is enough)")
     if (config.reference or config.critic or config.estimate) and not config.student:
@@ -390,16 +394,19 @@ def toy_model(tokenizer, config: Config):
 
 
 def warm_start(config: Config, run: Path, log: Callable) -> None:
-    """One run of SFT on the toy makes both models: run/warm_start, the student, after `sft_student` steps, and
-    run/teacher at the end. Small as it is, it runs on one device."""
+    """SFT on the toy makes both models: the teacher in `sft_steps`, and the student as a branch that leaves it after
+    `sft_student` steps, for `sft_anneal` more in which its learning rate falls to 0. Small as it is, it runs on one
+    device."""
     tokenizer = train_tokenizer(toy_texts(), config.vocab_size)
     model, update = toy_model(tokenizer, config), update_rules(tokenizer)[config.update]
     matrices = [p for p in model.base_model.layers.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if not any(p is m for m in matrices)]
     optimizers = [torch.optim.Muon(matrices, lr=0.01, weight_decay=0),
                   torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0)]
-    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda s: sft_rate(s / config.sft_steps)) for o in optimizers]
-    for step in (bar := tqdm(range(config.sft_steps), desc="warm start (SFT)")):
+    full_rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+    bar = tqdm(total=config.sft_steps + config.sft_anneal, desc="warm start (SFT)")
+
+    def learn(step, rate, model_name):
         rng, envs = random.Random(f"{config.seed} {step}"), []
         longest = sft_longest(step / config.sft_steps, config.sft_horizon)
         while sum(len(env.task.questions) for env in envs) < config.sft_questions:
@@ -410,13 +417,24 @@ def warm_start(config: Config, run: Path, log: Callable) -> None:
         loss = -policy_scores(model, packed, 1.0)[0].mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for stepper in (*optimizers, *schedules):
-            stepper.step()
+        for optimizer, full_rate in zip(optimizers, full_rates):
+            optimizer.param_groups[0]["lr"] = full_rate * rate
+            optimizer.step()
         model.zero_grad()
+        bar.update()
         bar.set_postfix(questions=longest, loss=f"{loss.item():.3f}")
-        log(stage="warm_start", step=step, longest=longest, loss=loss.item())
+        log(stage="warm_start", model=model_name, step=step, longest=longest, loss=loss.item())
+
+    for step in range(config.sft_steps):
+        learn(step, sft_rate(step / config.sft_steps), "teacher")
         if step + 1 == config.sft_student:
+            parts = (model, *optimizers)
+            branched_off = copy.deepcopy([part.state_dict() for part in parts])
+            for i in range(config.sft_anneal):
+                learn(step + 1 + i, 1 - i / config.sft_anneal, "student")
             save(run / "warm_start", model, tokenizer)
+            for part, state in zip(parts, branched_off):
+                part.load_state_dict(state)
     save(run / "teacher", model, tokenizer)
 
 
@@ -809,7 +827,8 @@ def open_run(config: Config) -> tuple[Path, Callable]:
         return run, log
     if config.resume and (run / "config.json").exists():
         theirs = json.loads((run / "config.json").read_text())
-        for name in settings.keys() - {"resume", "steps", "save_every", "keep", "device", "offload", "allow_mismatch"}:
+        for name in settings.keys() - {
+                "run_dir", "resume", "steps", "save_every", "keep", "device", "offload", "allow_mismatch"}:
             if settings[name] != theirs.get(name):
                 raise ValueError(f"{run} was made with --{name} {theirs.get(name)}, not {settings[name]}; a run goes "
                                  "on with its own settings")
@@ -937,6 +956,8 @@ def train(config: Config) -> None:
         if not rank() and not (run / "teacher").exists():  # a run that goes on may have it behind it
             warm_start(config, run, log)
         gather(None)
+        if config.stage == "warm_start":
+            return
         config = replace(config, student=str(run / "warm_start"), teacher=str(run / "teacher"))
     tokenizer, student = load_model(config.student, config)
     critic = make_critic(load_model(config.critic, config)[1] if config.critic else student)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -9,7 +10,8 @@ import pytest
 
 import eval as eval_file
 from env import ToyWiki, toy_envs
-from eval import compare, dependency, evaluate, peak, table
+from conftest import FAST
+from eval import compare, dependency, evaluate, mechanism, paired, peak, table, table1
 from rollout import Call, Trajectory
 from test_rce import TOKENIZER
 from tiny import tiny
@@ -229,3 +231,81 @@ def test_command_on_files(runs, tmp_path):
         [sys.executable, eval_file.__file__, "compare", "x"], capture_output=True, text=True
     )
     assert wrong.returncode == 1 and "NAME=FOLDER" in wrong.stderr
+
+
+def invented(**f1):
+    """Results of models on Q2 and Q8, a number a seed for each."""
+    sets = lambda x: {
+        k: {"em": x - 0.1, "f1": x * scale, "peak": 9, "dependency": 8, "seconds": 0.5}
+        for k, scale in (("Q2", 1), ("Q8", 2))
+    }
+    curves = {name: [1.0, 2.0, 1.5] for name in eval_file.CURVES}
+    return {
+        name.replace("_", " "): [{"sets": sets(x), "curves": curves} for x in values]
+        for name, values in f1.items()
+    }
+
+
+def test_tables_of_the_study_by_hand():
+    """Means, deviations, the changes seed by seed, and how many agree with the sign of their mean."""
+    found = invented(warm_start=[1, 1], PPO=[1.2, 0.8], history=[1.1, 1.3], aligned=[1.5, 1.7])
+    lines = list(table1({name: [r["sets"] for r in results] for name, results in found.items()}))
+    assert "| Q2 | aligned | 2 | 1.500 ± 0.141 | 1.600 ± 0.141 | +60.0% | 9 | 8 | 0.500 |" in lines
+    lines = list(paired(found, [4, 7]))
+    assert "| set | F1 of | less that of | seed 4 | seed 7 | mean | agree |" in lines
+    assert "| Q2 | aligned | PPO | +0.300 | +0.900 | +0.600 ± 0.424 | 2/2 |" in lines
+    assert "| Q8 | history | PPO | -0.200 | +1.000 | +0.400 ± 0.849 | 1/2 |" in lines
+    states = [{"call 2": {"tokens": n, "mean_kl": kl, "top1": 0.5}} for n, kl in ((10, 1.0), (20, 3.0))]
+    assert list(mechanism(states))[-1] == "| call 2 | 15 | 2.000 ± 1.414 | 0.500 ± 0.000 |"
+
+
+def test_study(tmp_path):
+    """One seed from nothing to the tables; then from its files alone, and with a second seed's; other settings, and a
+    run that fails, are named."""
+
+    def study(*args, folder="s"):
+        command = [sys.executable, eval_file.__file__, "study", "--folder", folder, "--n", "4", *args]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+
+    flags = [f for f in FAST if f not in ("--eval_questions", "4", "--horizons", "1,2")]
+    args = ["--horizons", "1", "2", *flags]
+    out = study("--seeds", "0", *args)
+    assert out.returncode == 0, out.stderr
+    assert "| Q2 | aligned | history |" in out.stdout and "| before the first memory update |" in out.stdout
+    runs = {
+        name: json.loads((tmp_path / f"s/seed-0/{name}/config.json").read_text())
+        for name in ("PPO", "aligned")
+    }
+    changed = {name for name in runs["PPO"] if runs["PPO"][name] != runs["aligned"][name]}
+    assert changed == {"distill", "run_dir"}
+    result = json.loads((tmp_path / "s/seed-0/aligned.json").read_text())
+    assert len(result["curves"]["reward"]) == 3 and set(result["sets"]) == {"Q1", "Q2"}
+    sweep = study("--seeds", "0", "--start", "s", "--sweep", "distill_coef", "0.5", *args, folder="w")
+    assert sweep.returncode == 0 and "| Q2 | distill_coef 0.5 | 1 |" in sweep.stdout, sweep.stderr
+    config = json.loads((tmp_path / "w/seed-0/distill_coef_0.5/config.json").read_text())
+    assert config["distill_coef"] == 0.5 and config["student"] == "s/seed-0/start/warm_start"
+    assert not (tmp_path / "w/seed-0/start").exists()
+    for name in ("start", "PPO", "history", "aligned"):
+        shutil.rmtree(tmp_path / "s/seed-0" / name)
+    shutil.copytree(tmp_path / "s/seed-0", tmp_path / "s/seed-1")
+    again = study("--seeds", "0", "1", *args)
+    assert again.returncode == 0 and "| Q2 | aligned | 2 |" in again.stdout, again.stderr
+    other = study("--seeds", "0", *args, "--actor_lr", "1")
+    assert other.returncode == 1 and "choose another folder" in other.stderr
+    (tmp_path / "s/settings.json").unlink()
+    failed = study("--seeds", "5", "--horizons", "1", "--steps", "none")
+    assert failed.returncode == 1 and "what it said is in s/seed-5/start.log" in failed.stderr
+    assert "invalid int value" in (tmp_path / "s/seed-5/start.log").read_text()
+
+
+def test_figures(tmp_path):
+    """Two pictures, from numbers alone."""
+    pytest.importorskip("matplotlib")
+    found = invented(
+        warm_start=[1, 1], PPO=[1.2, 0.8], history=[1.1, 1.3], aligned=[1.5, 1.7], teacher=[2, 2]
+    )
+    for name in ("warm start", "teacher"):
+        for result in found[name]:
+            result["curves"] = {curve: [] for curve in eval_file.CURVES}
+    eval_file.draw(found, tmp_path)
+    assert all((tmp_path / f"{name}.png").stat().st_size > 10_000 for name in ("curves", "bars"))

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import rce as rce_file
-from env import toy_envs
+import env as env_file
+from env import ToyWiki, toy_envs
 from losses import action_scores, actor_loss, ppo_loss
 from pack import action_hidden, pack, verify
 from rce import (
@@ -31,9 +32,19 @@ from rce import (
     packed_hidden,
     padded_hidden,
     rce,
+    writes,
     sample_sets,
 )
-from rollout import Call, Trajectory, rollout, save_trajectories, train_tokenizer, update_rules
+from rollout import (
+    Call,
+    Trajectory,
+    mem1,
+    rollout,
+    save_trajectories,
+    scripted,
+    train_tokenizer,
+    update_rules,
+)
 from test_pack import deep_calls
 from tiny import V, random_calls, tiny
 
@@ -279,6 +290,31 @@ def test_teacher_audit_splits_at_the_first_memory_update():
         assert before["tokens"] == sum(len(t.calls[0].action_ids) for t in calls)
         assert before["tokens"] + after["tokens"] == sum(len(c.action_ids) for t in calls for c in t.calls)
         assert (after["max_dlogit"] > 1 and after["mean_kl"] > 0.1) if far else after["max_dlogit"] <= 1e-10
+
+
+def test_teacher_audit_by_call_and_by_what_a_token_writes():
+    """The expert's responses, taken apart by their text: a token belongs to the memory until the one that closes it;
+    the rows by call, and those by part, each make up all tokens after the first update."""
+    envs = toy_envs("test", 2, 3)
+    calls = rollout(scripted(ToyWiki.expert, TOKENIZER, envs), TOKENIZER, envs, env_file.step_all, mem1)
+    assert any("<answer>" in TOKENIZER.decode(t.calls[-1].action_ids) for t in calls)
+    for t in calls:
+        for call in t.calls:
+            parts = writes(call, TOKENIZER)
+            text = {
+                part: TOKENIZER.decode([i for i, p in zip(call.action_ids, parts) if p == part]).strip()
+                for part in set(parts)
+            }
+            (rest,) = text.keys() - {"memory"}
+            tag = {"query": "search", "answer": "answer"}[rest]
+            assert text["memory"].startswith("<think>") and text["memory"].endswith("</think>")
+            assert text[rest].startswith(f"<{tag}>") and text[rest].endswith(f"</{tag}>")
+    rows, _ = audit_teacher(tiny(seed=1, vocab_size=len(TOKENIZER)), calls, histories(calls), 0.2, TOKENIZER)
+    n = {name: row["tokens"] for name, row in rows.items()}
+    assert n["call 2"] == sum(len(t.calls[1].action_ids) for t in calls)
+    assert n["call 5 and later"] == sum(len(c.action_ids) for t in calls for c in t.calls[4:]) > 0
+    assert n["after it"] == sum(n[f"call {t}"] for t in ("2", "3", "4", "5 and later"))
+    assert n["after it"] == sum(n[f"after it, {part}"] for part in ("memory", "query", "answer"))
 
 
 def test_bfloat16_is_judged_against_float32():

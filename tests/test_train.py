@@ -83,7 +83,7 @@ def test_run_leaves_what_it_says(runs):
         and tokenizer.encode("<think> known")[0] == tokenizer.get_vocab()["<think>"]
     )
     assert len(load_trajectories(folder / "a/trajectories.jsonl")) == 6
-    assert len(metrics(folder / "a", "warm_start")) == 12 and len(metrics(folder / "a", "rl")) == 3
+    assert len(metrics(folder / "a", "warm_start")) == 14 and len(metrics(folder / "a", "rl")) == 3
     stdout = out["a"].stdout
     assert (
         "before training" in stdout
@@ -514,6 +514,7 @@ def test_tasks_of_files(tmp_path):
 @pytest.mark.parametrize(
     "args, message",
     [
+        (["--stage", "warm_start", "--student", "x", "--teacher", "y"], "takes no --student"),
         (["--questions", "q"], "go together"),
         (["--questions", "q", "--corpus", "c"], "needs a --student"),
         (["--test_questions", "q"], "go together"),
@@ -688,17 +689,38 @@ def test_a_killed_run_goes_on_bit_for_bit(runs, tmp_path):
 def test_a_warm_start_that_was_killed_begins_anew(runs, tmp_path):
     """Before the first checkpoint; and one that was finished is not made again. What models from files then do is what
     those in memory did in the uninterrupted run."""
+    warm = [*range(6), 6, 7, *range(6, 12)]  # the student's branch, and the teacher's steps
     killed_at("r/metrics.jsonl", *FAST, "--run_dir", "r", cwd=tmp_path)
     out = command(*FAST, "--run_dir", "r", "--resume", "--steps", "1", cwd=tmp_path)
     assert out.returncode == 0, out.stderr
-    assert [m["step"] for m in metrics(tmp_path / "r")] == [*range(12), 0]
+    assert [m["step"] for m in metrics(tmp_path / "r")] == [*warm, 0]
     before = (tmp_path / "r/teacher/model.safetensors").stat().st_mtime_ns
     out = command(*FAST, "--run_dir", "r", "--resume", "--steps", "2", cwd=tmp_path)
-    assert out.returncode == 0 and [m["step"] for m in metrics(tmp_path / "r")] == [*range(12), 0, 1], (
-        out.stderr
-    )
+    assert out.returncode == 0 and [m["step"] for m in metrics(tmp_path / "r")] == [*warm, 0, 1], out.stderr
     assert (tmp_path / "r/teacher/model.safetensors").stat().st_mtime_ns == before
-    assert without_seconds(tmp_path / "r") == without_seconds(runs[0] / "a")[:14]
+    assert without_seconds(tmp_path / "r") == without_seconds(runs[0] / "a")[:16]
+
+
+def test_the_student_is_a_branch_that_leaves_the_teacher_as_it_was(runs, tmp_path):
+    """Its own steps change nothing in the teacher's run, to the last bit."""
+    out = command(*FAST, "--stage", "warm_start", "--sft_anneal", "5", "--run_dir", "r", cwd=tmp_path)
+    assert out.returncode == 0 and sorted(p.name for p in (tmp_path / "r").iterdir()) == [
+        "config.json", "metrics.jsonl", "teacher", "warm_start"
+    ], out.stderr  # fmt: skip
+    losses = [
+        [(m["step"], m["loss"]) for m in metrics(folder, "warm_start") if m["model"] == "teacher"]
+        for folder in (runs[0] / "a", tmp_path / "r")
+    ]
+    assert losses[0] == losses[1]
+    models = [
+        AutoModelForCausalLM.from_pretrained(folder / name).state_dict()
+        for name in ("teacher", "warm_start")
+        for folder in (runs[0] / "a", tmp_path / "r")
+    ]
+    assert all(models[0][k].equal(models[1][k]) for k in models[0])
+    assert not all(models[2][k].equal(models[3][k]) for k in models[2])
+    branch = [m["step"] for m in metrics(tmp_path / "r", "warm_start") if m["model"] == "student"]
+    assert branch == [6, 7, 8, 9, 10]
 
 
 def test_only_the_last_checkpoints_stay(tmp_path):
