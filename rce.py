@@ -308,14 +308,16 @@ def audit_teacher(teacher, trajectories: list[Trajectory], flat: list[Packed], c
     hidden = {"history": packed_hidden(teacher, flat, "teacher: histories"),
               "packing": packed_hidden(teacher, pack_all(trajectories), "teacher: packs, tree")}
     found = compare(teacher, hidden, *calls_of(trajectories))
-    rows, tokens = {"before the first memory update": [], "after it": []}, count()
+    names = ("before the first memory update", "after it", "call 2", "call 3", "call 4", "call 5 and later",
+             "after it, memory", "after it, query", "after it, answer")
+    rows, tokens = {name: [] for name in names}, count()
     for t, call in ((t, call) for trajectory in trajectories for t, call in enumerate(trajectory.calls)):
         names = ["after it" if t else "before the first memory update"]
         names += [f"call {t + 1}" if t < 4 else "call 5 and later"] if tokenizer and t else []
         for part in writes(call, tokenizer):
             n = next(tokens)
             for name in names + ([f"after it, {part}"] if tokenizer and t else []):
-                rows.setdefault(name, []).append(n)
+                rows[name].append(n)
     return {name: found["history"][at].summary(clip_coef) for name, at in rows.items() if at}, found["packing"]
 
 
