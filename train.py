@@ -407,6 +407,7 @@ def warm_start(config: Config, run: Path, log: Callable) -> None:
     bar = tqdm(total=config.sft_steps + config.sft_anneal, desc="warm start (SFT)")
 
     def learn(step, rate, model_name):
+        """One update, on turn-level examples of the expert's episodes."""
         rng, envs = random.Random(f"{config.seed} {step}"), []
         longest = sft_longest(step / config.sft_steps, config.sft_horizon)
         while sum(len(env.task.questions) for env in envs) < config.sft_questions:

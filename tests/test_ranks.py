@@ -213,7 +213,8 @@ def test_a_lost_rank_leaves_the_last_checkpoint(models, tmp_path):
         models, "untied", "--tasks_per_step", "4", "--save_every", "1", "--run_dir", "r", "--steps", "500"
     )
     process = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", train_file.__file__, *args],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         train_file.__file__, *args],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ONE_THREAD,
     )  # fmt: skip
     deadline = time.time() + 120

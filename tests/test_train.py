@@ -536,8 +536,8 @@ def test_train_on_files(runs, tmp_path):
     assert out.returncode == 0, out.stderr
     assert "train: 20 questions make 10 tasks of 2" in out.stdout and "| Q2 | student |" in out.stdout
     assert "test: 10 questions make 10 tasks of 1" in out.stdout
-    out = command(*FAST, *toy_files(tmp_path)[:2], "--corpus", str(tmp_path / "corpus.jsonl"), *models, "--run_dir", "s",
-                  "--steps", "1", cwd=tmp_path)  # fmt: skip
+    out = command(*FAST, *toy_files(tmp_path)[:2], "--corpus", str(tmp_path / "corpus.jsonl"), *models,
+                  "--run_dir", "s", "--steps", "1", cwd=tmp_path)  # fmt: skip
     assert out.returncode == 0 and "one training task after training" in out.stdout + out.stderr
 
 
