@@ -256,6 +256,8 @@ def study(argv: list[str]) -> Iterator[str]:
                         "the variants, in the place of PPO, history and aligned")
     parser.add_argument("--figures", type=Path, help="folder for the pictures (needs matplotlib)")
     args, flags = parser.parse_known_args(argv)
+    if args.sweep and (len(args.sweep) < 2 or args.figures):
+        parser.error("--sweep takes a flag and values, and draws no --figures")
     variants = VARIANTS if not args.sweep else {
         f"{args.sweep[0]} {value}": [f"--{args.sweep[0]}", value] for value in args.sweep[1:]}
     same_settings(args.folder, {"horizons": args.horizons, "n": args.n, "sweep": args.sweep, "flags": flags})
@@ -274,7 +276,8 @@ def study(argv: list[str]) -> Iterator[str]:
                 result = here / f"{name.replace(' ', '_')}.json"
                 if not result.exists():
                     if name in variants or not args.start:
-                        python("train.py", ["--run_dir", str(run), *common, *more], run.with_suffix(".log"))
+                        python("train.py", ["--run_dir", str(run), *common, *more],
+                               run.with_name(f"{run.name}.log"))
                     keep(result, result_of(run, model, args))
                 found[name].append(json.loads(result.read_text()))
                 bar.update()
