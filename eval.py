@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -258,6 +259,8 @@ def study(argv: list[str]) -> Iterator[str]:
     args, flags = parser.parse_known_args(argv)
     if args.sweep and (len(args.sweep) < 2 or args.figures):
         parser.error("--sweep takes a flag and values, and draws no --figures")
+    if args.figures and not find_spec("matplotlib"):
+        raise ValueError("--figures needs matplotlib: pip install '.[figures]'")
     variants = VARIANTS if not args.sweep else {
         f"{args.sweep[0]} {value}": [f"--{args.sweep[0]}", value] for value in args.sweep[1:]}
     same_settings(args.folder, {"horizons": args.horizons, "n": args.n, "sweep": args.sweep, "flags": flags})
@@ -356,10 +359,7 @@ def mechanism(states: list[dict]) -> Iterator[str]:
 
 def draw(found: dict[str, list[dict]], folder: Path) -> None:
     """curves.png: what each variant's training looked like; bars.png: Figure 3a."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("--figures needs matplotlib: pip install '.[figures]'") from None
+    import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
     folder.mkdir(parents=True, exist_ok=True)
@@ -375,7 +375,7 @@ def draw(found: dict[str, list[dict]], folder: Path) -> None:
         axis.set(title=title, xlabel="step", yscale="log" if curve == "logp_mismatch" else "linear")
     axes[0].legend()
     figure.savefig(folder / "curves.png", dpi=110)
-    sets = list(results[0]["sets"])
+    sets = list(found["PPO"][0]["sets"])
     figure, axes = plt.subplots(1, len(sets), figsize=(10, 3.2), layout="constrained")
     for axis, k in zip(axes, sets):
         for x, (name, results) in enumerate(found.items()):
