@@ -153,7 +153,15 @@ def table1(found: dict[str, list[dict]]) -> Iterator[str]:
                    f"| {mean(runs['peak']):.0f} | {mean(runs['dependency']):.0f} | {mean(runs['seconds']):.3f} |")
 
 
-def spread(x: list[float], form: str = ".3f") -> str:
+def f1_table(found: dict[str, list[dict]]) -> Iterator[str]:
+    """F1 alone, of the same dict: a line a model, a column a set."""
+    names = list(next(iter(found.values()))[0])
+    yield from (f"| F1 | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|")
+    for model, seeds in found.items():
+        yield f"| {model} | {' | '.join(spread([sets[k]['f1'] for sets in seeds]) for k in names)} |"
+
+
+def spread(x: list[float], form: str = "z.3f") -> str:
     """Mean and standard deviation."""
     return f"{mean(x):{form}}" + (f" ± {stdev(x):.3f}" if len(x) > 1 else "")
 
@@ -287,9 +295,10 @@ def study(argv: list[str]) -> Iterator[str]:
             if not args.sweep:
                 states.append(states_of(here, start))
             bar.update()
-    yield from table1({name: [r["sets"] for r in results] for name, results in found.items()})
+    sets = {name: [r["sets"] for r in results] for name, results in found.items()}
+    yield from f1_table(sets)
     if not args.sweep:
-        yield from ("", *paired(found, args.seeds), "", *mechanism(states))
+        yield from ("", *table1(sets), "", *paired(found, args.seeds), "", *mechanism(states))
     if args.figures:
         draw(found, args.figures)
 
@@ -351,7 +360,7 @@ def mechanism(states: list[dict]) -> Iterator[str]:
     """Where the teacher's two targets differ: means over seeds."""
     yield "| teacher on history against exact state | tokens | KL | top-1 agreement |"
     yield "|---|---|---|---|"
-    for row in states[0]:
+    for row in max(states, key=len):  # a seed may have no call 5
         of = [s[row] for s in states if row in s]
         yield (f"| {row} | {mean(x['tokens'] for x in of):.0f} | {spread([x['mean_kl'] for x in of])} "
                f"| {spread([x['top1'] for x in of])} |")
@@ -369,6 +378,8 @@ def draw(found: dict[str, list[dict]], folder: Path) -> None:
     for axis, (curve, title) in zip(axes, CURVES.items()):
         for name, results in trained.items():
             runs = [r["curves"][curve] for r in results]
+            if curve == "teacher_kl" and not any(runs[0]):  # PPO asks no teacher
+                continue
             for run in runs:
                 axis.plot(run, color=colors[name], alpha=0.2, linewidth=0.8)
             axis.plot([mean(step) for step in zip(*runs)], color=colors[name], label=name)
@@ -376,7 +387,7 @@ def draw(found: dict[str, list[dict]], folder: Path) -> None:
     axes[0].legend()
     figure.savefig(folder / "curves.png", dpi=110)
     sets = list(found["PPO"][0]["sets"])
-    figure, axes = plt.subplots(1, len(sets), figsize=(10, 3.2), layout="constrained")
+    figure, axes = plt.subplots(1, len(sets), figsize=(3.3 * len(sets), 3.2), layout="constrained")
     for axis, k in zip(axes, sets):
         for x, (name, results) in enumerate(found.items()):
             f1 = [r["sets"][k]["f1"] for r in results]

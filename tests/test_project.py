@@ -129,6 +129,20 @@ def test_readme_is_true():
     assert "README.md" in ci
 
 
+def test_readme_shows_the_study_as_its_files_have_it(monkeypatch):
+    """Every table of a committed study is what the command beside it prints, from the files alone."""
+    import eval as eval_file
+
+    readme = (ROOT / "README.md").read_text()
+    commands = re.findall(r"^python eval\.py study (.*--folder assets/.*)$", readme, re.MULTILINE)
+    assert len(commands) == len([f for f in (ROOT / "assets").iterdir() if f.is_dir()])
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(eval_file, "python", None)  # nothing is run
+    for command in commands:
+        for table in "\n".join(eval_file.study(command.split())).split("\n\n"):
+            assert table in readme, command
+
+
 def readme_blocks():
     return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
