@@ -134,7 +134,7 @@ def test_readme_shows_the_study_as_its_files_have_it(monkeypatch):
     import eval as eval_file
 
     readme = (ROOT / "README.md").read_text()
-    commands = re.findall(r"^python eval\.py study (.*--folder assets/.*)$", readme, re.MULTILINE)
+    commands = re.findall(r"^python eval\.py study (.*--folder assets/.*)$", readme.replace("\\\n", ""), re.M)
     assert len(commands) == len([f for f in (ROOT / "assets").iterdir() if f.is_dir()])
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(eval_file, "python", None)  # nothing is run
