@@ -286,7 +286,9 @@ def test_study(tmp_path):
     assert sweep.returncode == 0 and sweep.stdout.count("| distill_coef 0.5 |") == 1, sweep.stderr
     config = json.loads((tmp_path / "w/seed-0/distill_coef_0.5/config.json").read_text())
     assert config["distill_coef"] == 0.5 and config["student"] == "s/seed-0/start/warm_start"
-    assert not (tmp_path / "w/seed-0/start").exists() and (tmp_path / "w/seed-0/distill_coef_0.5.log").exists()
+    assert (
+        not (tmp_path / "w/seed-0/start").exists() and (tmp_path / "w/seed-0/distill_coef_0.5.log").exists()
+    )
     assert "takes a flag and values" in study("--sweep", "steps", folder="v").stderr
     for name in ("start", "PPO", "history", "aligned"):
         shutil.rmtree(tmp_path / "s/seed-0" / name)
