@@ -267,6 +267,10 @@ def study(argv: list[str]) -> Iterator[str]:
     args, flags = parser.parse_known_args(argv)
     if args.sweep and (len(args.sweep) < 2 or args.figures):
         parser.error("--sweep takes a flag and values, and draws no --figures")
+    ours = ["--seed", "--run_dir", "--stage", "--resume", "--student", "--teacher", "--eval_questions"]
+    ours += [] if args.sweep else ["--distill"]
+    if clash := {flag.partition("=")[0] for flag in flags} & set(ours):
+        parser.error(f"{' '.join(sorted(clash))}: study sets this itself, from --seeds, --folder, --start and --sweep")
     if args.figures and not find_spec("matplotlib"):
         raise ValueError("--figures needs matplotlib: pip install '.[figures]'")
     variants = VARIANTS if not args.sweep else {
@@ -281,16 +285,17 @@ def study(argv: list[str]) -> Iterator[str]:
             models = ["--student", str(start / "warm_start"), "--teacher", str(start / "teacher")]
             for name in found:
                 bar.set_description(f"seed {seed}, {name}")
-                run, more, model = start, ["--stage", "warm_start"], name.replace(" ", "_")
+                file = name.replace(" ", "_")
+                run, more, model = start, ["--stage", "warm_start"], file
                 if name in variants:
-                    run, more, model = here / model, [*models, "--eval_questions", "0", *variants[name]], "student"
-                result = here / f"{name.replace(' ', '_')}.json"
+                    run, more, model = here / file, [*models, "--eval_questions", "0", *variants[name]], "student"
+                result = here / f"{file}.json"
                 if not result.exists():
                     if name in variants or not args.start:
                         python("train.py", ["--run_dir", str(run), *common, *more],
                                run.with_name(f"{run.name}.log"))
                     keep(result, result_of(run, model, args))
-                found[name].append(json.loads(result.read_text()))
+                found[name].append(read(result))
                 bar.update()
             if not args.sweep:
                 states.append(states_of(here, start))
@@ -323,6 +328,14 @@ def keep(file: Path, found: dict) -> None:
     os.replace(file.with_suffix(".part"), file)
 
 
+def read(file: Path) -> dict:
+    """What `keep` wrote. Raises ValueError that names the file where it is damaged."""
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file}: not a result of eval.py study ({error}); remove it to make it again") from None
+
+
 def result_of(run: Path, name: str, args) -> dict:
     """A model's metrics on every set, greedy, and the curves of its training."""
     tokenizer, model = load(str(run / name), "cuda" if torch.cuda.is_available() else "cpu")
@@ -340,7 +353,7 @@ def states_of(here: Path, start: Path) -> dict:
         report = json.loads(python("rce.py", ["--model", str(aligned / "student"), *flags], here / "rce.log"))
         keep(file, {name: {key: row[key] for key in ("tokens", "mean_kl", "top1")}
                     for name, row in report["teacher"].items()})
-    return json.loads(file.read_text())
+    return read(file)
 
 
 def paired(found: dict[str, list[dict]], seeds: list[int]) -> Iterator[str]:

@@ -258,7 +258,29 @@ def test_tables_of_the_study_by_hand():
     assert "| Q2 | aligned | PPO | +0.300 | +0.900 | +0.600 ± 0.424 | 2/2 |" in lines
     assert "| Q8 | history | PPO | -0.200 | +1.000 | +0.400 ± 0.849 | 1/2 |" in lines
     states = [{"call 2": {"tokens": n, "mean_kl": kl, "top1": 0.5}} for n, kl in ((10, 1.0), (20, 3.0))]
-    assert list(mechanism(states))[-1] == "| call 2 | 15 | 2.000 ± 1.414 | 0.500 ± 0.000 |"
+    states[1]["call 3"] = {"tokens": 5, "mean_kl": -1e-9, "top1": 1.0}  # not every seed has late calls
+    assert list(mechanism(states))[-2:] == [
+        "| call 2 | 15 | 2.000 ± 1.414 | 0.500 ± 0.000 |",
+        "| call 3 | 5 | 0.000 | 1.000 |",
+    ]
+
+
+def test_study_refuses_before_any_run(tmp_path, monkeypatch, capsys):
+    """A seed for all seeds, or a state for all variants, would be a wrong table; a damaged result is named."""
+    monkeypatch.setattr(eval_file, "python", None)  # nothing is run
+    ask = lambda *args: list(eval_file.study(["--folder", str(tmp_path / "s"), *args]))
+    for flags in (["--seed", "3"], ["--seed=3"], ["--distill", "none"], ["--student", "x"]):
+        with pytest.raises(SystemExit):
+            ask(*flags)
+        assert f"{flags[0].partition('=')[0]}: study sets this itself" in capsys.readouterr().err
+    monkeypatch.setattr(eval_file, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="needs matplotlib"):
+        ask("--figures", "f")
+    assert not (tmp_path / "s").exists()
+    (tmp_path / "s/seed-0").mkdir(parents=True)
+    (tmp_path / "s/seed-0/warm_start.json").write_text("{")
+    with pytest.raises(ValueError, match="warm_start.json: not a result"):
+        ask("--seeds", "0")
 
 
 def test_study(tmp_path):

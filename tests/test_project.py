@@ -136,6 +136,7 @@ def test_readme_shows_the_study_as_its_files_have_it(monkeypatch):
     readme = (ROOT / "README.md").read_text()
     commands = re.findall(r"^python eval\.py study (.*--folder assets/.*)$", readme.replace("\\\n", ""), re.M)
     assert len(commands) == len([f for f in (ROOT / "assets").iterdir() if f.is_dir()])
+    assert all((ROOT / picture).is_file() for picture in re.findall(r"!\[.*?\]\((.*?)\)", readme))
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(eval_file, "python", None)  # nothing is run
     for command in commands:
