@@ -1,40 +1,50 @@
-"""Rollout with compact memory (Section 3.2): sample, act, rewrite the context, and record every call exactly.
+"""Rollout with compact memory (Section 3.2): sample, act, rewrite the context, record every call.
 
     Eq. 1   a_t ~ pi_old(. | q, x_t),   (o_t, r_t, d_t) = E(a_t),   x_{t+1} = U(x_t, a_t, o_t)
     Eq. 2   U of MEM1:  [q] -> a_0,   [q, m_0, o_0] -> a_1,   [q, m_1, o_1] -> a_2,  ...
 
-A `Call` keeps the token ids of z_t = [q, x_t] that the model read and the ids a_t that it sampled: nothing is decoded
-and tokenised again, since the ids of the same text may differ. U is any function `update(turns) -> x_next` on ids.
-Needs torch, transformers and tqdm; the environments come in as arguments.
+A `Call` keeps the token ids of z_t = [q, x_t] that the model read and the ids a_t that it sampled.
+Nothing is decoded and tokenised again, since the same text may have other ids. U is any function
+`update(turns) -> x_next` on ids. Needs torch, transformers and tqdm; environments are arguments.
 
-    python rollout.py        # what each update rule keeps, call by call, on a random model
+    python rollout.py        # what six update rules keep of the same three turns, as text
 """
+
 import hashlib
 import inspect
 import json
 import math
 import os
-from collections.abc import Callable
+import shutil
+import signal
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedTokenizerFast, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
 
 
-# ---- records ---------------------------------------------------------------------------------------------------------
-
+# ---- records -------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Call:
-    """One model call, as it happened. Raises ValueError if the record cannot be one."""
-    prompt_ids: list[int]        # z_t = [q, x_t]
-    action_ids: list[int]        # a_t, the stop token included
-    logprobs: list[float]        # log pi_old of each action id, at the sampling temperature
-    observation_ids: list[int]   # o_t
-    reward: float = 0.0          # r_t; Eq. 8 puts it on the last action token of the call
+    """One model call, as it happened. Raises ValueError for what cannot be a record of one."""
+
+    prompt_ids: list[int]  # z_t = [q, x_t]
+    action_ids: list[int]  # a_t, the stop token included
+    logprobs: list[float]  # log pi_old of each action id, at the sampling temperature
+    observation_ids: list[int]  # o_t
+    reward: float = 0.0  # r_t; Eq. 8 puts it on the last action token of the call
 
     def __post_init__(self):
         for name in ("prompt_ids", "action_ids", "observation_ids"):
@@ -42,87 +52,156 @@ class Call:
             if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
                 raise ValueError(f"{name} must be a list of token ids, not {str(ids)[:80]}")
         if not self.prompt_ids or not self.action_ids:
-            raise ValueError("a call needs at least one prompt id and one action id; an empty action trains nothing")
-        if not isinstance(self.logprobs, list) or len(self.logprobs) != len(self.action_ids):
-            raise ValueError(f"{len(self.action_ids)} action ids need as many logprobs, recorded as they were sampled")
-        if not all(isinstance(x, (int, float)) and math.isfinite(x) for x in [*self.logprobs, self.reward]):
-            raise ValueError("logprobs and reward must be finite numbers")
+            raise ValueError("a call needs at least one prompt id and one action id")
+        n = len(self.action_ids)
+        if not isinstance(self.logprobs, list) or len(self.logprobs) != n:
+            raise ValueError(f"{n} action ids need as many logprobs, recorded when sampled")
+        for x in [*self.logprobs, self.reward]:
+            if not isinstance(x, (int, float)) or not math.isfinite(x):
+                raise ValueError(f"logprobs and reward must be finite numbers, not {x!r}")
 
 
 @dataclass(frozen=True)
 class Trajectory:
     """The calls of one episode. Every prompt starts with the same `prefix_len` ids: q."""
+
     task_id: str
     prefix_len: int
     calls: list[Call]
 
     def __post_init__(self):
+        where = f"trajectory of task {self.task_id}"
         if not self.calls:
-            raise ValueError(f"trajectory of task {self.task_id}: no calls")
-        q = self.calls[0].prompt_ids[:self.prefix_len]
+            raise ValueError(f"{where}: no calls")
+        q = self.calls[0].prompt_ids[: self.prefix_len]
         for t, call in enumerate(self.calls):
-            if len(q) != self.prefix_len or call.prompt_ids[:self.prefix_len] != q:
-                raise ValueError(f"trajectory of task {self.task_id}: the prompt of call {t} does not start with q")
+            if len(q) != self.prefix_len or call.prompt_ids[: self.prefix_len] != q:
+                raise ValueError(f"{where}: the prompt of call {t} does not start with q")
 
 
-def save_trajectories(path: str | os.PathLike, trajectories: list[Trajectory]) -> None:
-    """Write one JSON object a line, whole or not at all; ids and floats come back exactly."""
-    part = f"{os.fspath(path)}.part"
-    with open(part, "w", encoding="utf-8") as f:
-        f.writelines(json.dumps(asdict(trajectory)) + "\n" for trajectory in trajectories)
-    os.replace(part, path)
+def call_ids(trajectories):
+    """Plain ids for pack.py: the prompt, the action and the length of q of every call, in order."""
+    calls = [call for trajectory in trajectories for call in trajectory.calls]
+    prefix_lens = [trajectory.prefix_len for trajectory in trajectories for _ in trajectory.calls]
+    return [call.prompt_ids for call in calls], [call.action_ids for call in calls], prefix_lens
 
 
-def load_trajectories(path: str | os.PathLike) -> list[Trajectory]:
-    """Read what `save_trajectories` wrote. Raises ValueError naming the line that is damaged or foreign."""
-    trajectories = []
-    with open(path, encoding="utf-8", errors="replace") as f:
-        for number, line in enumerate(f, 1):
-            try:
-                record = json.loads(line)
-                trajectories.append(Trajectory(**{**record, "calls": [Call(**call) for call in record["calls"]]}))
-            except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(f"{os.fspath(path)}, line {number}: not a trajectory record ({error})") from None
-    return trajectories
+def call_names(trajectories):
+    """What to call each of these calls in a message."""
+    return [f"task {x.task_id}, call {t}" for x in trajectories for t in range(len(x.calls))]
 
 
-# ---- the update rules U of Eq. 1 -------------------------------------------------------------------------------------
+def history_ids(trajectory):
+    """Plain ids for `pack.pack_history`: q, and each call's action and observation."""
+    prefix = trajectory.calls[0].prompt_ids[: trajectory.prefix_len]
+    actions = [call.action_ids for call in trajectory.calls]
+    observations = [call.observation_ids for call in trajectory.calls]
+    return prefix, actions, observations
 
-Turns = list[tuple[list[int], list[int]]]  # (response ids without the stop token, observation ids), newest last
+
+# ---- the loop of Eq. 1 ---------------------------------------------------------------------------
+
+Turns = list[tuple[list[int], list[int]]]  # (response ids without stop token, observation ids)
 
 
+def rollout(
+    sample, tokenizer, envs, update, max_prompt_len=None, progress=None
+) -> list[Trajectory]:
+    """Eq. 1: run all environments to their ends, one call each per round, and record every call.
+
+    sample(prompts, rows) -> ids, logprobs: `generate` bound to a model, or any faster engine; rows
+    says which environments the prompts belong to. An environment has env.task.id, env.prompt() (the
+    text of q) and env.step(response) -> (observation, reward, done); its class may have
+    step_all(envs, responses), which does the same for many at once. update: U, one of the rules
+    below or your own. progress: title of a progress bar. Raises ValueError for a prompt of more
+    than max_prompt_len tokens: nothing is ever cut."""
+    if not envs:
+        raise ValueError("rollout needs at least one environment: the task list is empty")
+    prefixes = [encode_prompt(tokenizer, env.prompt()) for env in envs]
+    contexts = [[] for _ in envs]  # x_t
+    turns, calls = [[] for _ in envs], [[] for _ in envs]
+    live = list(range(len(envs)))
+    bar = tqdm(total=len(envs), desc=progress, leave=False, disable=progress is None)
+    while live:
+        prompts = [prefixes[i] + contexts[i] for i in live]  # z_t
+        for i, prompt in zip(live, prompts):
+            if max_prompt_len and len(prompt) > max_prompt_len:
+                size = f"the prompt has {len(prompt)} tokens and only {max_prompt_len} fit"
+                where = f"task {envs[i].task.id}, call {len(calls[i])}"
+                raise ValueError(f"{where}: {size}; raise max_len, or keep or retrieve less")
+        ids, logprobs = sample(prompts, live)
+        if not len(ids) == len(logprobs) == len(live):
+            counts = f"{len(ids)} responses and {len(logprobs)} logprobs"
+            raise ValueError(f"sample returned {counts} for {len(live)} prompts")
+        responses = [tokenizer.decode(action, skip_special_tokens=True) for action in ids]
+        acting = [envs[i] for i in live]
+        if hasattr(acting[0], "step_all"):
+            results = acting[0].step_all(acting, responses)
+        else:
+            results = [env.step(response) for env, response in zip(acting, responses)]
+        still_live = []
+        for row, i in enumerate(live):
+            action, (observation, reward, done) = ids[row], results[row]
+            observed = tokenizer.encode(observation, add_special_tokens=False)
+            calls[i].append(Call(prompts[row], action, logprobs[row], observed, reward))
+            ends = action[-1] == tokenizer.eos_token_id  # a decision, but nothing to remember
+            turns[i].append((action[:-1] if ends else action, observed))
+            contexts[i] = update(turns[i])
+            if not done:
+                still_live.append(i)
+        bar.update(len(live) - len(still_live))
+        live = still_live
+    bar.close()
+    return [Trajectory(env.task.id, len(q), c) for env, q, c in zip(envs, prefixes, calls)]
+
+
+def encode_prompt(tokenizer, text):
+    """The ids of q. With a chat template it ends in the assistant's turn, where memory stands."""
+    if not tokenizer.chat_template:
+        return tokenizer.encode(text, add_special_tokens=False)
+    turn = [{"role": "user", "content": text}]
+    return list(tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False))
+
+
+# ---- the update rules U of Eq. 1: update(turns) -> x_next, the newest turn last ------------------
 def mem1(turns: Turns) -> list[int]:
-    """Eq. 2: the last response (it holds the memory) and the last observation; all before is gone."""
+    """Eq. 2: the last response (it holds the memory) and the last observation; the rest is gone."""
     response, observation = turns[-1]
     return response + observation
 
 
 def full_response(turns: Turns) -> list[int]:
-    """Nothing is forgotten: an append-only agent."""
+    """Everything: an append-only agent that forgets nothing."""
     return [i for response, observation in turns for i in response + observation]
 
 
-def suffix_retention(n: int) -> Callable[[Turns], list[int]]:
+def suffix_retention(n):
     """The last n tokens of the last response, and the last observation."""
+
     def update(turns):
         response, observation = turns[-1]
-        return response[max(0, len(response) - n):] + observation
+        return response[max(0, len(response) - n) :] + observation
+
     return update
 
 
-def summary_replacement(tokenizer, opening: str = "<think>", closing: str = "</think>") -> Callable[[Turns], list[int]]:
-    """The memory text of the last response, encoded anew, and the last observation. Encoding again is safe here, since
-    it makes a new context: what is recorded is the z_t that results."""
+def summary_replacement(tokenizer):
+    """The text between <think> tags of the last response, encoded anew, and the last observation.
+    Encoding again is safe here: it makes a new context, and what is recorded is that z_t."""
+
     def update(turns):
-        text = tokenizer.decode(turns[-1][0])
-        memory = text.partition(opening)[2].partition(closing)[0] if opening in text else text
-        return tokenizer.encode(f"{opening}{memory}{closing}", add_special_tokens=False) + turns[-1][1]
+        response, observation = turns[-1]
+        memory = tokenizer.decode(response)
+        if "<think>" in memory:
+            memory = memory.partition("<think>")[2].partition("</think>")[0]
+        return tokenizer.encode(f"<think>{memory}</think>", add_special_tokens=False) + observation
+
     return update
 
 
-def sliding_window(n: int) -> Callable[[Turns], list[int]]:
+def sliding_window(n):
     """The last n turns, whole."""
-    return lambda turns: full_response(turns[max(0, len(turns) - n):])
+    return lambda turns: full_response(turns[max(0, len(turns) - n) :])
 
 
 def retrieval_refresh(turns: Turns) -> list[int]:
@@ -131,161 +210,271 @@ def retrieval_refresh(turns: Turns) -> list[int]:
     return observation + response
 
 
-def update_rules(tokenizer) -> dict[str, Callable[[Turns], list[int]]]:
-    """The six rules of Table 4, at small sizes, by name."""
-    return {"mem1": mem1, "full_response": full_response, "suffix_retention": suffix_retention(16),
-            "summary_replacement": summary_replacement(tokenizer), "sliding_window": sliding_window(2),
-            "retrieval_refresh": retrieval_refresh}
+def update_rules(tokenizer):
+    """The six rules of Table 4 by name. The paper only names them; these definitions are ours."""
+    return {
+        "mem1": mem1, "full_response": full_response, "suffix_retention": suffix_retention(16),
+        "summary_replacement": summary_replacement(tokenizer),
+        "sliding_window": sliding_window(2), "retrieval_refresh": retrieval_refresh,
+    }  # fmt: skip
 
 
-# ---- sampling --------------------------------------------------------------------------------------------------------
-
-def load(path: str, device: str, attention: str = "sdpa", dtype: str | torch.dtype = "auto") -> tuple:
-    """(tokenizer, causal model in eval mode) of a folder or hub name. Raises ValueError where there is none."""
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention, dtype=dtype)
-        for parameter in model.parameters():  # as mapped from the file they are not aligned, and round otherwise
-            parameter.data = parameter.data.to(device, copy=True)
-        return AutoTokenizer.from_pretrained(path), model.to(device)
-    except OSError as error:
-        raise ValueError(f"{path}: no model and tokenizer to load there ({str(error).splitlines()[0]})") from None
-
-
-def task_generators(seed: int, step: int, task_ids: list[str]) -> list[torch.Generator]:
-    """One source of noise for each task, from (seed, step, task): it depends neither on the batch that a task is in nor
-    on the device."""
-    digests = (hashlib.sha256(f"{seed} {step} {task_id}".encode()).digest() for task_id in task_ids)
-    return [torch.Generator().manual_seed(int.from_bytes(digest[:8], "big")) for digest in digests]
-
-
-def stop_on(tokenizer, strings: tuple[str, ...]) -> Callable[[list[int]], bool]:
-    """A response is over with the end-of-sequence token, or as soon as its text holds one of `strings`: text and not
-    ids, since a tokenizer may merge the end of a tag with what follows."""
-    window = max((len(s.encode()) for s in strings), default=1)  # a token spells at least one byte
-
-    def stop(ids):
-        return ids[-1] == tokenizer.eos_token_id or any(s in tokenizer.decode(ids[-window:]) for s in strings)
-    return stop
-
-
+# ---- sampling: a_t of Eq. 1 ----------------------------------------------------------------------
 @torch.no_grad()
-def generate(model, prompts: list[list[int]], max_new_tokens: int, temperature: float = 1.0,
-             stop: Callable[[list[int]], bool] = lambda ids: False,
-             generators: list[torch.Generator] | None = None) -> tuple[list[list[int]], list[list[float]]]:
-    """Sample a response to each prompt from exactly softmax(logits / temperature), no top-p, no top-k; greedy at 0.
+def generate(model, prompts, max_new_tokens, temperature=1.0, stop=None, generators=None):
+    """Sample a response to each prompt from exactly softmax(logits / temperature), without top-p or
+    top-k; greedy at temperature 0.
 
-    Returns the sampled ids, stop token included, and the log-prob of each at that temperature (at 1 when greedy), in at
-    least float32. A row that stops leaves the batch. generators: one for each prompt, see `task_generators`."""
+    Returns the sampled ids, the stop token included, and the log-prob of each at that temperature
+    (at 1 when greedy), in at least float32: two lists of lists. A row for which stop(its new ids)
+    is true leaves the batch. generators: one source of noise per prompt, see `task_generators`."""
     if not prompts or not all(prompts) or max_new_tokens < 1:
-        raise ValueError("generate needs at least one prompt, no empty prompt, and max_new_tokens >= 1")
-    device, longest, training = model.device, max(map(len, prompts)), model.training
-    noise = torch.stack([torch.rand(max_new_tokens, dtype=torch.float64, generator=g)
-                         for g in generators or [None] * len(prompts)]).to(device)                     # (B, new)
-    cache = DynamicCache(config=model.config)
-    # its name before transformers 5.24 and after
-    cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    # what all prompts begin with is read once; a window would count the padding behind it, and one row shares nothing
-    shared = 0 if len(prompts) == 1 or any(layer.is_sliding for layer in cache.layers) else min(
-        len(os.path.commonprefix(prompts)), min(map(len, prompts)) - 1)
-    pads = [[0] * (longest - len(p)) for p in prompts]
-    input_ids = torch.tensor([pad + p[shared:] for pad, p in zip(pads, prompts)], device=device)       # (B, L - shared)
-    mask = torch.tensor([[1] * shared + pad + [1] * (len(p) - shared) for pad, p in zip(pads, prompts)], device=device)
+        raise ValueError("generate needs at least one prompt, no empty one, and room for a token")
+    device, training = model.device, model.training
+    noise = []
+    for generator in generators or [None] * len(prompts):
+        noise.append(torch.rand(max_new_tokens, dtype=torch.float64, generator=generator))
+    noise = torch.stack(noise).to(device)  # (B, max_new_tokens)
     ids, logprobs = [[] for _ in prompts], [[] for _ in prompts]
     live = list(range(len(prompts)))
     model.eval()
     try:
-        if shared:
-            model(input_ids=torch.tensor([prompts[0][:shared]], device=device), use_cache=True, logits_to_keep=1,
-                  **{cache_name: cache})
-            cache.batch_repeat_interleave(len(prompts))
+        cache, shared = _read_common_prefix(model, prompts)
+        input_ids, mask = _left_padded(prompts, shared, device)
         for step in range(max_new_tokens):
-            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1]:]
-            logits = model(input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=True,
-                           logits_to_keep=1, **{cache_name: cache}).logits[:, -1]                      # (B, V)
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+            logits = _forward(model, cache, input_ids, attention_mask=mask, position_ids=positions)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # (B, V)
             logp = torch.log_softmax(logits / (temperature or 1.0), -1)
-            token = logp.argmax(-1) if temperature == 0 else _inverse_cdf(logp, noise[:, step])        # (B,)
+            token = logp.argmax(-1)  # (B,)
+            if temperature:  # the first token whose cumulative probability exceeds the noise
+                cdf = logp.double().exp().cumsum(-1)
+                level = noise[:, step, None] * cdf[:, -1:]
+                token = torch.searchsorted(cdf, level, right=True)[:, 0].clamp(max=cdf.shape[1] - 1)
             chosen = logp.gather(1, token[:, None])[:, 0].tolist()
             for row, new_id, lp in zip(live, token.tolist(), chosen):
                 ids[row].append(new_id)
                 logprobs[row].append(lp)
-            keep = [i for i, row in enumerate(live) if not stop(ids[row])]
+            keep = [i for i, row in enumerate(live) if not (stop and stop(ids[row]))]
             if not keep:
                 break
             input_ids, mask = token[:, None], F.pad(mask, (0, 1), value=1)
             if len(keep) < len(live):
                 index = torch.tensor(keep, device=device)
-                input_ids, mask, noise, live = input_ids[index], mask[index], noise[index], [live[i] for i in keep]
+                input_ids, mask, noise = input_ids[index], mask[index], noise[index]
+                live = [live[i] for i in keep]
                 cache.batch_select_indices(index)
     finally:
         model.train(training)
     return ids, logprobs
 
 
-def _inverse_cdf(logp: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """(B, V), (B,) -> (B,): the first token whose cumulative probability exceeds the row's uniform number."""
-    cdf = logp.double().exp().cumsum(-1)
-    token = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)[:, 0]
-    return token.clamp(max=logp.shape[-1] - 1)
+def _forward(model, cache, input_ids, **masks):
+    """(B, V): the logits after the last token."""
+    # the argument's name from transformers 5.24 on, and before
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    masks[name] = cache
+    out = model(input_ids=input_ids, use_cache=True, logits_to_keep=1, **masks)
+    return out.logits[:, -1]
 
 
-def encode_prompt(tokenizer, text: str) -> list[int]:
-    """The ids of q. With a chat template q ends with the generation prompt: memory stands in the assistant's turn."""
-    if tokenizer.chat_template:
-        message = [{"role": "user", "content": text}]
-        return list(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
-    return tokenizer.encode(text, add_special_tokens=False)
+def _read_common_prefix(model, prompts):
+    """A cache with the tokens that all prompts begin with, for each of them, and how many."""
+    cache = DynamicCache(config=model.config)
+    if len(prompts) == 1 or any(layer.is_sliding for layer in cache.layers):
+        return cache, 0  # a window would count the padding that follows the prefix
+    shared = len(os.path.commonprefix(prompts))  # of lists, too
+    shared = min(shared, min(map(len, prompts)) - 1)  # the next forward needs a token of each
+    if shared:
+        _forward(model, cache, torch.tensor([prompts[0][:shared]], device=model.device))
+        cache.batch_repeat_interleave(len(prompts))
+    return cache, shared
 
 
-def rollout(sample: Callable, tokenizer, envs: list, step_all: Callable, update: Callable[[Turns], list[int]],
-            max_prompt_len: int | None = None, progress: str | None = None) -> list[Trajectory]:
-    """Run all environments to their ends, one call each per round, and record every call (Eq. 1).
-
-    sample(prompts, rows) -> ids, logprobs: `generate` bound to a model, or any faster engine; rows says which
-    environments the prompts belong to. step_all(envs, responses) -> [(observation, reward, done), ...] on text.
-    env.prompt() is the text of q, env.task.id names the task. Raises ValueError for a prompt over max_prompt_len:
-    nothing is ever cut."""
-    if not envs:
-        raise ValueError("rollout needs at least one environment: the task list is empty")
-    prefixes = [encode_prompt(tokenizer, env.prompt()) for env in envs]
-    contexts, turns, calls = [[] for _ in envs], [[] for _ in envs], [[] for _ in envs]
-    live = list(range(len(envs)))
-    with tqdm(total=len(envs), desc=progress, leave=False, disable=progress is None) as bar:
-        while live:
-            prompts = [prefixes[i] + contexts[i] for i in live]
-            for i, prompt in zip(live, prompts):
-                if max_prompt_len and len(prompt) > max_prompt_len:
-                    raise ValueError(
-                        f"task {envs[i].task.id}, call {len(calls[i])}: the prompt has {len(prompt)} tokens and only "
-                        f"{max_prompt_len} fit; raise max_len, or keep or retrieve less")
-            ids, logprobs = sample(prompts, live)
-            if not len(ids) == len(logprobs) == len(live):
-                raise ValueError(f"sample returned {len(ids)} responses and {len(logprobs)} logprobs "
-                                 f"for {len(live)} prompts")
-            results = step_all([envs[i] for i in live], [tokenizer.decode(a, skip_special_tokens=True) for a in ids])
-            for i, prompt, action, logp, result in zip(live, prompts, ids, logprobs, results, strict=True):
-                observation, reward, _ = result
-                observed = tokenizer.encode(observation, add_special_tokens=False)
-                calls[i].append(Call(prompt, action, logp, observed, reward))
-                turns[i].append((action[:-1] if action[-1] == tokenizer.eos_token_id else action, observed))
-                contexts[i] = update(turns[i])
-            finished = sum(done for *_, done in results)
-            live = [i for i, (*_, done) in zip(live, results) if not done]
-            bar.update(finished)
-    return [Trajectory(env.task.id, len(q), c) for env, q, c in zip(envs, prefixes, calls)]
+def _left_padded(prompts, shared, device):
+    """What follows the shared tokens, (B, L - shared), and the mask with them, (B, L)."""
+    rows = [torch.tensor(prompt[shared:], device=device) for prompt in prompts]
+    settings = {"batch_first": True, "padding_side": "left"}
+    mask = pad_sequence([torch.ones_like(row) for row in rows], **settings)
+    return pad_sequence(rows, **settings), F.pad(mask, (shared, 0), value=1)
 
 
-def scripted(respond: Callable[[object], str], tokenizer, envs: list) -> Callable:
-    """A `sample` for `rollout` that speaks in place of a model: `respond(env) -> text`, tokenised once, log-probs 0."""
+def task_generators(seed, step, task_ids):
+    """One source of noise per task, from (seed, step, task), whatever its batch and device are."""
+    generators = []
+    for task_id in task_ids:
+        digest = hashlib.sha256(f"{seed} {step} {task_id}".encode()).digest()
+        generators.append(torch.Generator().manual_seed(int.from_bytes(digest[:8], "big")))
+    return generators
+
+
+def stop_on(tokenizer, strings):
+    """A response is over with the end-of-sequence token, or as soon as its text holds one of
+    `strings`. Text and not ids, since a tokenizer may merge the end of a tag with what follows."""
+    window = max((len(s.encode()) for s in strings), default=1)  # a token spells at least one byte
+
+    def stop(ids):
+        if ids[-1] == tokenizer.eos_token_id:
+            return True
+        text = tokenizer.decode(ids[-window:])
+        return any(s in text for s in strings)
+
+    return stop
+
+
+def scripted(respond, tokenizer, envs):
+    """A `sample` for `rollout` that speaks instead of a model: respond(env) is the text."""
+
     def sample(prompts, rows):
         ids = [tokenizer.encode(respond(envs[i]), add_special_tokens=False) for i in rows]
         return ids, [[0.0] * len(action) for action in ids]
+
     return sample
 
 
-def format_trajectory(trajectory: Trajectory, tokenizer) -> str:
+# ---- models and tokenizers -----------------------------------------------------------------------
+def load(path, device, attention="sdpa", dtype="auto"):
+    """(tokenizer, causal model in eval mode) of a folder or hub name; ValueError if none."""
+    settings = {"attn_implementation": attention, "dtype": dtype}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, **settings)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except OSError as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{path}: no model and tokenizer to load there ({reason})") from None
+    for parameter in model.parameters():
+        # as mapped from the file it isn't aligned, and sums are rounded in another order
+        parameter.data = parameter.data.to(device, copy=True)
+    return tokenizer, model.to(device)
+
+
+def check_tokenizers(student, teacher):
+    """Eq. 7 compares id by id: raise ValueError unless every id means the same to both."""
+    ours, theirs = student.get_vocab(), teacher.get_vocab()
+    for token in sorted(ours.keys() | theirs.keys()):
+        if ours.get(token) != theirs.get(token):
+            ids = f"{token!r} is id {ours.get(token)} to the student, {theirs.get(token)} to the"
+            problem = f"student and teacher have different tokenizers: {ids} teacher"
+            raise ValueError(f"{problem}; take one of the same family")
+
+
+def train_tokenizer(texts, vocab_size):
+    """Byte-level BPE over words between spaces, with all bytes in it: no character is lost."""
+    tokenizer = Tokenizer(models.BPE())
+    words = pre_tokenizers.Split(Regex(r"\s?\S+|\s"), behavior="isolated")
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, letters])
+    tokenizer.decoder = decoders.ByteLevel()
+    end, pad, alphabet = "<|end|>", "<|pad|>", pre_tokenizers.ByteLevel.alphabet()
+    settings = {"special_tokens": [end, pad], "initial_alphabet": alphabet, "show_progress": False}
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, **settings))
+    settings = {"eos_token": end, "pad_token": pad, "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
+
+
+def toy_model(tokenizer, hidden_size, layers, attention="sdpa", scale=0.02):
+    """A small random Llama with heads of width 32; scale: deviation of its weights. (Not a Qwen2:
+    AutoTokenizer would replace the tokenizer saved with one by Qwen's own.)"""
+    heads = hidden_size // 32
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=hidden_size, intermediate_size=3 * hidden_size,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads,
+        attention_bias=True, tie_word_embeddings=True, initializer_range=scale, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+
+
+# ---- files, and text for people ------------------------------------------------------------------
+@contextmanager
+def uninterrupted():
+    """Hold SIGINT back until the block is done, so that what is being written is finished."""
+    caught = []
+    before = signal.signal(signal.SIGINT, lambda *_: caught.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if caught:
+        raise KeyboardInterrupt
+
+
+@uninterrupted()
+def write(file, text):
+    """Write the whole file or leave the old one, whatever happens meanwhile."""
+    part = f"{os.fspath(file)}.part"
+    with open(part, "w", encoding="utf-8") as f:
+        f.write(text)
+    os.replace(part, file)
+
+
+@contextmanager
+def whole_folder(folder, first=True):
+    """A temporary folder that takes the name and place of `folder` when the block is done, and goes
+    if it fails: what has the name is whole. Of several processes, the first renames."""
+    part, old = (folder.with_name(f".saving-{which}-{folder.name}") for which in ("new", "old"))
+    try:
+        with uninterrupted():
+            part.mkdir(parents=True, exist_ok=True)
+            yield part
+            if first and folder.exists():
+                os.rename(folder, old)
+            if first:
+                os.rename(part, folder)
+    finally:
+        for rest in (part, old) if first else ():
+            shutil.rmtree(rest, ignore_errors=True)
+
+
+def save_trajectories(path, trajectories):
+    """Write one JSON object a line, whole or not at all; ids and floats come back exactly."""
+    write(path, "".join(json.dumps(asdict(trajectory)) + "\n" for trajectory in trajectories))
+
+
+def load_trajectories(path):
+    """Read what `save_trajectories` wrote. Raises ValueError naming a damaged or foreign line."""
+
+    def read(record):
+        calls = [Call(**call) for call in record["calls"]]
+        return Trajectory(**{**record, "calls": calls})
+
+    return read_lines(path, read, "not a trajectory record")
+
+
+def replay(path, tokenizer, update):
+    """The episodes that `eval.py --keep_correct` wrote as text, tokenised once, in the contexts
+    that the update rule makes of them. Raises ValueError naming a line that isn't an episode."""
+
+    def read(record):
+        q, turns, calls, context = encode_prompt(tokenizer, record["prompt"]), [], [], []
+        for turn in record["turns"]:
+            action = tokenizer.encode(turn["response"], add_special_tokens=False)
+            observed = tokenizer.encode(turn["observation"], add_special_tokens=False)
+            calls.append(Call(q + context, action, [0.0] * len(action), observed))
+            turns.append((action, observed))
+            context = update(turns)
+        return Trajectory(record["task"], len(q), calls)
+
+    return read_lines(path, read, "no episode of eval.py --keep_correct")
+
+
+def read_lines(path, read, problem):
+    """read(record) of every line of a JSONL file; what it cannot read is named by file and line."""
+    found = []
+    with open(path, encoding="utf-8", errors="replace") as f:
+        for number, line in enumerate(f, 1):
+            try:
+                found.append(read(json.loads(line)))
+            except (ValueError, TypeError, KeyError) as error:
+                where = f"{os.fspath(path)}, line {number}"
+                raise ValueError(f"{where}: {problem} ({error})") from None
+    return found
+
+
+def format_trajectory(trajectory, tokenizer):
     """q, then each call's action and observation as text, with the token counts of z_t and a_t."""
-    lines = [f"q: {tokenizer.decode(trajectory.calls[0].prompt_ids[:trajectory.prefix_len])}"]
+    q = trajectory.calls[0].prompt_ids[: trajectory.prefix_len]
+    lines = [f"q: {tokenizer.decode(q)}"]
     for t, call in enumerate(trajectory.calls):
         lengths = f"{len(call.prompt_ids)} -> {len(call.action_ids)} tokens"
         lines.append(f"a_{t} ({lengths}): {tokenizer.decode(call.action_ids)}")
@@ -294,46 +483,33 @@ def format_trajectory(trajectory: Trajectory, tokenizer) -> str:
     return "\n".join(lines)
 
 
-# ---- a tokenizer for the toy -----------------------------------------------------------------------------------------
+# ---- demo ----------------------------------------------------------------------------------------
+class _Diary:
+    """A task of four turns: the agent notes a letter and looks up its number."""
 
-def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE over words between spaces. The full byte alphabet is in: no character can vanish."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(r"\s?\S+|\s"), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=["<|end|>", "<|pad|>"], show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>",
-                                   clean_up_tokenization_spaces=False)
+    task, turn = SimpleNamespace(id="diary"), 0
 
+    def prompt(self):
+        return "q"
 
-# ---- demo ------------------------------------------------------------------------------------------------------------
+    def respond(self):
+        note = f" <think> note {'abcd'[self.turn]} </think> Now I look up the number of this letter"
+        return f"{note} <search> {'abcd'[self.turn]} </search>"
+
+    def step(self, response):
+        self.turn += 1
+        return f" [ number {self.turn} ]", 0.0, self.turn == 4
+
 
 def main():
-    """What each call reads under each update rule: a random model for three calls, in a world that only counts."""
-    tokenizer = train_tokenizer(["<think> one </think>", "question", " observation"], 300)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1))
-
-    def step_all(envs, responses):
-        envs[0].turn += 1
-        return [(f" observation {envs[0].turn}", 1.0, envs[0].turn == 3)]
-
+    tokenizer = train_tokenizer([_Diary().respond()] * 4 + [" [ number 1 ]"], 400)
+    print("Three turns, then what the fourth call reads after q under each update rule U:\n")
     for name, update in update_rules(tokenizer).items():
-        env = SimpleNamespace(task=SimpleNamespace(id="demo"), turn=0, prompt=lambda: "question")
-        noise = task_generators(0, 0, ["demo"])
-        (trajectory,) = rollout(lambda prompts, rows: generate(model, prompts, 6, generators=noise),
-                                tokenizer, [env], step_all, update)
-        print(f"{name}: q = {trajectory.calls[0].prompt_ids[:trajectory.prefix_len]}")
-        for t, call in enumerate(trajectory.calls):
-            mean = sum(call.logprobs) / len(call.logprobs)
-            print(f"  x_{t} = {call.prompt_ids[trajectory.prefix_len:]}\n    -> a_{t} = {call.action_ids}, "
-                  f"mean log pi_old {mean:.2f}, o_{t} = {call.observation_ids}, r_{t} = {call.reward:g}")
+        env = _Diary()
+        sample = scripted(_Diary.respond, tokenizer, [env])
+        (trajectory,) = rollout(sample, tokenizer, [env], update)
+        context = trajectory.calls[3].prompt_ids[trajectory.prefix_len :]
+        print(f"{name} ({len(context)} tokens):\n   {tokenizer.decode(context)}")
 
 
 if __name__ == "__main__":
