@@ -63,9 +63,9 @@ class Task:
 
 
 class SearchEnv:
-    """One episode of one task. reward: "em" or "f1", summed over the questions and given with the
-    last call. An observation holds as many whole passages as `budget` allows by length(text): words
-    by default, tokens with a tokenizer's. There are 2 turns per question, and 2 more."""
+    """One episode of one task. reward ("em" or "f1") is summed over questions and given at the end;
+    an observation holds as many whole passages as fit `budget` by length(text), words by
+    default."""
 
     def __init__(self, task, retriever, reward="em", top_k=2, budget=None, length=None):
         if reward not in ("em", "f1"):
@@ -159,8 +159,8 @@ def exact_match(prediction, answers, rule="squad"):
 
 
 def token_f1(prediction, answers, rule="squad"):
-    """Token F1, the maximum over the aliases. SQuAD counts repeated tokens as often as they occur,
-    MEM1 once; for HotpotQA yes, no and noanswer match only themselves."""
+    """Token F1, the maximum over the aliases. MEM1 counts a repeated token once; for HotpotQA yes,
+    no and noanswer match only themselves."""
     predicted = normalize(prediction, rule)
     return max(_f1(predicted, normalize(answer, rule), rule) for answer in answers)
 
@@ -184,11 +184,8 @@ class Passage:
 
 
 class SqliteRetriever:
-    """BM25 over passages, in SQLite's FTS5: in memory, or an index on disk made by `build_index`.
-
-    A query is any text. Its words are joined by OR, each quoted, so that FTS5 sees none of its
-    operators in them. The rarest words count, as many as POSTINGS passages hold together: common
-    ones decide little and cost nearly all the time. In a small corpus that is all of them."""
+    """BM25 in SQLite's FTS5, in memory or in an index that `build_index` made. Words of a query are
+    quoted and joined by OR; the rarest count, as many as POSTINGS passages hold together."""
 
     MAX_WORDS = 64  # FTS5 fails on much longer queries, and no good one has more
     POSTINGS = 40_000  # passages that are ranked for a query, give or take one word
@@ -367,9 +364,8 @@ def serve(retriever, port, host="127.0.0.1"):
 
 # ---- data sets -----------------------------------------------------------------------------------
 def load_questions(path):
-    """A task for each question of a file: FlashRAG's JSONL (`id, question, golden_answers`; plain
-    or .gz), HotpotQA's own JSON, or MEM1's parquet of single questions (needs pyarrow). A `;` in a
-    question becomes a comma, since it joins questions. Raises ValueError naming the line (or entry)
+    """A task per question: FlashRAG's JSONL, plain or .gz, HotpotQA's own JSON, or MEM1's parquet.
+    A `;` becomes a comma, since it joins questions. Raises ValueError naming the line (or entry)
     that holds no question, no answer, or an id seen before."""
     seen = set()
 
@@ -403,8 +399,8 @@ def load_passages(path, progress=False):
 
 
 def passage_of(record):
-    """A document as wiki-18 and the retrieval servers write it: `contents` = quoted title, newline,
-    text; or `text`, with or without `title`. Raises ValueError for any other record."""
+    """A document of wiki-18 or a server: `contents` = quoted title, newline, text; or `text`, with
+    or without `title`. Raises ValueError for any other record."""
     title, text = record.get("title"), record.get("text")
     if not isinstance(text, str):
         contents = record.get("contents")
@@ -448,8 +444,7 @@ def _raw_records(path, progress):
 
 
 def compose(questions, k, seed=0):
-    """Tasks of k questions each, none used twice, from all questions in a seeded order; fewer than
-    k are left over. Raises ValueError where there is not one task."""
+    """Tasks of k questions, none used twice, in a seeded order; ValueError if there is not one."""
     shuffled = random.Random(f"compose {seed}").sample(questions, len(questions))
     if len(shuffled) < k:
         raise ValueError(f"{len(shuffled)} questions make no task of {k}")
@@ -486,9 +481,8 @@ RELATIONS = {
 
 
 class ToyWiki:
-    """An invented encyclopedia: who lives where, learns from whom and does what. The names are the
-    same for every seed and the facts are not: a model can learn to read, and never to know. Names
-    stand between spaces, so that each has the same tokens everywhere and copying is one circuit."""
+    """An invented encyclopedia. Names are the same for every seed and facts are not: a model can
+    learn to read, and never to know. Names stand between spaces: the same tokens everywhere."""
 
     def __init__(self, seed):
         rng = random.Random(f"world {seed}")
@@ -537,8 +531,7 @@ class ToyWiki:
 
     @staticmethod
     def expert(env):
-        """The scripted expert's next response, read off its last response and the observation
-        alone: it is a compact-memory agent itself, and shows that this state suffices."""
+        """The scripted expert's next response, read off its last response and observation alone."""
         known, note, question = [], "", ""
         if env.response:
             layout = r"known (.*?)next (.*) </think> <search> (.*) </search>"

@@ -38,10 +38,8 @@ def evaluate(
     records=None, keep_correct=None,
 ) -> tuple[dict[str, float], list[Trajectory]]:  # fmt: skip
     """Roll out all environments, batch_size at a time: the means of METRICS, and the trajectories.
-
-    records: a JSONL file with a line per task, written batch by batch; tasks that it holds are not
-    run again. keep_correct: a JSONL file to which the text of every episode with all answers right
-    is added, for SFT."""
+    records: a JSONL file with a line per task; tasks in it are not run again. keep_correct: a JSONL
+    file to add the text of every episode with all answers right to, for SFT."""
     rule, stop = update_rules(tokenizer)[update], stop_on(tokenizer, STOP)
     done, trajectories = read_records(records), []
     todo = [env for env in envs if env.task.id not in done]
@@ -139,7 +137,7 @@ def drop_cut_line(path):
 
 def read_records(path):
     """{task: record} of a records file, {} where there is none. A last line that a crash cut off is
-    removed from the file; any other damage is a ValueError naming the line."""
+    removed from the file; other damage is a ValueError naming the line."""
     if path is None or not os.path.exists(path):
         return {}
     drop_cut_line(path)

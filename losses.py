@@ -34,7 +34,6 @@ def entropy(logits):
 
 def reverse_kl(logits, teacher_logits):
     """Eq. 7 per token, KL(p_theta || p_T) over the full vocabulary: (N, V), (N, V_T) -> (N,).
-
     Vocabularies may be padded differently, so both are cut to the common size first."""
     common = min(logits.shape[-1], teacher_logits.shape[-1])
     logp = logits[:, :common].log_softmax(-1)
@@ -51,10 +50,8 @@ def token_rewards(rewards, logp_old, logp_ref, kl_coef):
 
 
 def gae(rewards, values, last, gamma, gae_lambda):
-    """Eq. 9 over whole trajectories, one after the other, one step per sampled token.
-
-    All (N,); `last` (bool) marks the final action token of each trajectory: the value after it is
-    0, and nothing leaks past it. Returns advantages and returns, (N,) each."""
+    """Eq. 9 over whole trajectories, one after the other, a step per sampled token; all (N,).
+    `last` marks the final token of each: nothing leaks past it. Returns advantages, returns."""
     r, v, is_last = rewards.tolist(), values.tolist(), last.tolist()
     advantages = [0.0] * len(r)
     advantage = next_value = 0.0
@@ -96,10 +93,10 @@ def value_loss(values, values_old, returns, value_clip):
 def actor_loss(
     ppo, entropy, kl, entropy_coef, distill_coef, n_actions, n_teacher, teacher_mask=None
 ):
-    """Eq. 11, the part of these tokens: L_PPO - alpha H + lambda L_OPD, a scalar.
+    """Eq. 11, the part of these tokens, a scalar: L_PPO - alpha H + lambda L_OPD from (N,) values.
 
-    ppo, entropy, kl: (N,) each. n_actions and n_teacher: sum(m_act) and sum(m_T) of the *whole
-    batch*, whatever part of it is given here. teacher_mask: m_T, (N,) bool; by default m_act."""
+    n_actions, n_teacher: sum(m_act), sum(m_T) of the *whole batch*. teacher_mask: m_T, (N,)
+    bool."""
     if teacher_mask is not None:
         kl = kl[teacher_mask]  # select, then sum: 0 * NaN would be NaN
     policy = (ppo - entropy_coef * entropy).sum() / max(n_actions, 1)
@@ -123,9 +120,8 @@ def chunks(n_tokens, vocab_size, chunk=None):
 
 @torch.no_grad()
 def chunked_log_prob(hidden, head, action_ids, temperature=1.0, chunk=None):
-    """`log_prob` without gradient, (N,), from hidden states (N, H) and the head (V, H).
-
-    In the chunks of `chunked_loss`: before an update the ratio of Eq. 10 is exactly 1."""
+    """`log_prob` without gradient, (N,), from hidden states (N, H) and the head (V, H), in the
+    chunks of `chunked_loss`: before an update the ratio of Eq. 10 is exactly 1."""
     parts = []
     for rows in chunks(len(hidden), len(head), chunk):
         logits = head_logits(hidden[rows], head, temperature)  # (n, V)
@@ -136,11 +132,10 @@ def chunked_log_prob(hidden, head, action_ids, temperature=1.0, chunk=None):
 def chunked_loss(loss, hidden, head, temperature=1.0, chunk=None):
     """The sum of a loss over all tokens, in memory for the logits of a few.
 
-    hidden: (N, H), head: (V, H). loss(logits, rows) gets the (n, V) logits of the tokens in the
-    slice `rows` and returns their part of the loss, a scalar, with per-token metrics, {name: (n,)}.
-    The gradient to hidden states and head is taken chunk by chunk during the forward pass, the
-    head's summed in at least float32; the backward pass only scales it. Returns the scalar and the
-    metrics, (N,) each, without gradient."""
+    hidden: (N, H), head: (V, H). loss(logits, rows) gets the (n, V) logits of the tokens in a slice
+    and returns their part of the loss, a scalar, and per-token metrics, {name: (n,)}. Gradients are
+    taken chunk by chunk in the forward pass, the head's summed in at least float32; backward only
+    scales them. Returns the scalar and the metrics, (N,) each, without gradient."""
     total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
     grad_hidden = torch.empty_like(hidden)
     grad_head = torch.zeros_like(head, dtype=total.dtype)

@@ -66,7 +66,7 @@ class Packed:
     @cached_mask
     def action_mask(self) -> Tensor:
         """(S,) bool, m_act of Eq. 6. Two calls that sampled the same token in the same state share
-        its place in the tree and remain two decisions, so the sum can be smaller than N."""
+        its place and remain two decisions, so the sum can be smaller than N."""
         nowhere = torch.zeros_like(self.input_ids, dtype=torch.bool)
         return nowhere.index_fill(0, self.action_idx, True)
 
@@ -81,19 +81,17 @@ class Packed:
 
     @cached_mask
     def block_mask(self) -> BlockMask:
-        """The same mask for FlexAttention, without any S x S work. S must be a multiple of BLOCK.
+        """The same mask for FlexAttention, without S x S work. S must be a multiple of BLOCK.
 
-        Columns of a tile left of the diagonal all precede its rows, so q sees k exactly if q <
-        end[k]: some pair is visible if the largest end passes the first row, every pair if the
-        smallest end passes the last row."""
+        Columns of a tile left of the diagonal precede its rows, so q sees k exactly if q < end[k]:
+        some pair is visible if the largest end passes the first row, all if the smallest passes the
+        last."""
         S, end = len(self.input_ids), self.subtree_end
         largest_end = end.view(-1, BLOCK).amax(1)
         smallest_end = end.view(-1, BLOCK).amin(1)
         column = torch.arange(S // BLOCK, device=end.device)
         row = column[:, None]
-        some = (column <= row) & (
-            largest_end > row * BLOCK
-        )  # the diagonal too: a token sees itself
+        some = (column <= row) & (largest_end > row * BLOCK)  # the diagonal, too
         every = (column < row) & (smallest_end >= (row + 1) * BLOCK)
 
         def mask_mod(b, h, q, k):
@@ -109,9 +107,9 @@ class Packed:
 
     @cached_mask
     def segments(self):
-        """The same mask for SDPA: the lengths of the tree's segments and, for each, the segments
-        that it sees (itself last) with a mask. A segment is a run without a branch: its tokens see
-        the same ancestors, and each other causally."""
+        """The same mask for SDPA: the lengths of the tree's segments and, for each, those that it
+        sees (itself last) with a mask. A segment is a run without a branch: what it sees, it sees
+        causally."""
         end = self.subtree_end
         changes = torch.nonzero(end[1:] != end[:-1])[:, 0] + 1
         bounds = torch.cat([end.new_zeros(1), changes, end]).unique()
@@ -121,9 +119,7 @@ class Packed:
         for i, rows in enumerate(lengths):
             seen = [j for j in seen if ends[j] > starts[i]] + [i]
             columns = sum(lengths[j] for j in seen)
-            mask = (
-                None  # a single row sees everything; a segment without ancestors is plainly causal
-            )
+            mask = None  # one row sees all of them; a root segment is plainly causal
             if 1 < rows < columns:
                 mask = torch.ones(rows, columns, dtype=torch.bool, device=end.device)
                 mask = mask.tril(columns - rows)
@@ -148,10 +144,9 @@ def _tile_lists(tiles):
 def pack(prompts, actions, share=None, max_len=None, pad_to=1) -> Packed:
     """Eq. 4 and 6: pack the calls (z_t, a_t) into their prefix tree, in depth-first order.
 
-    prompts, actions: a list of token ids per call. share: how many leading tokens of a call may be
-    shared with others, one number or one per call. len(q) is Eq. 4 to the letter, None shares every
-    common prefix; the states are the same, only the cost differs. pad_to: round S up to a multiple.
-    Raises ValueError naming a call that is empty or longer than max_len: nothing is ever cut."""
+    prompts, actions: a list of ids per call. share: how many leading tokens a call may share, one
+    number or one per call: len(q) is Eq. 4 to the letter, None shares every common prefix. Raises
+    ValueError naming a call that is empty or longer than max_len: nothing is ever cut."""
     if not prompts or len(prompts) != len(actions):
         counts = f"{len(prompts)} prompts, {len(actions)} actions"
         raise ValueError(f"pack needs at least one call, and an action for each prompt: {counts}")
@@ -254,8 +249,8 @@ def pack_all(prompts, actions, max_tokens, share=None, max_len=None):
 
 
 def split(prompts, actions, max_tokens, share=None):
-    """Cut the calls, in order, into runs whose packs hold at most max_tokens each. What a call
-    shares with the one before it (see `pack`) counts once. A longer call is a ValueError."""
+    """Runs of calls whose packs hold at most max_tokens. What a call shares with the one before it
+    counts once. A longer call is a ValueError."""
     share = share if isinstance(share, list) else [share] * len(prompts)
     runs, start, used, before = [], 0, 0, []
     for c, (prompt, action) in enumerate(zip(prompts, actions)):
@@ -274,9 +269,8 @@ def split(prompts, actions, max_tokens, share=None):
 
 
 def pack_history(prefix, actions, observations) -> Packed:
-    """The wrong representation, for the control of Figure 3a: a trajectory as one growing history
-    [q, a_0, o_0, a_1, o_1, ...] with running positions, from the ids of q and of each call's action
-    and observation. (N,) fields are as in `pack` of its calls."""
+    """The wrong representation, for Figure 3a: a trajectory as one growing history [q, a_0, o_0,
+    ...] with running positions. (N,) fields are as in `pack` of its calls."""
     history, sampled, call_idx = [], [], []
     for c, (action, observation) in enumerate(zip(actions, observations, strict=True)):
         history += action + observation
@@ -293,9 +287,8 @@ def pack_history(prefix, actions, observations) -> Packed:
 
 
 def verify(packed, prompts, actions):
-    """The structural check of Eq. 3, without a model: for every action token, the row that predicts
-    it sees exactly z_t + a_{t,<k} at positions 0, 1, 2, ..., and the token read there is a_{t,k}.
-    Raises ValueError naming the call and what is wrong; logits could not."""
+    """The structural check of Eq. 3, without a model: the row that predicts a_{t,k} sees exactly
+    z_t + a_{t,<k} at positions 0, 1, 2, ... Raises ValueError naming the call and what is wrong."""
     S, N, end = len(packed.input_ids), len(packed.action_ids), packed.subtree_end
     place = torch.arange(S, device=end.device)
     if not ((place < end) & (end <= S)).all():
@@ -329,11 +322,12 @@ def verify(packed, prompts, actions):
 # query (1, heads, S, D), key and value (1, key-value heads, S, D) -> (1, heads, S, D)
 
 
-def attend_dense(packed: Packed, query, key, value, scale):
+sdpa = F.scaled_dot_product_attention
+
+
+def attend_dense(packed, query, key, value, scale):
     """The reference: S^2 scores, most of them masked."""
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=packed.dense_mask, scale=scale, enable_gqa=True
-    )
+    return sdpa(query, key, value, packed.dense_mask, scale=scale, enable_gqa=True)
 
 
 def attend_segments(packed: Packed, query, key, value, scale):
@@ -348,11 +342,7 @@ def attend_segments(packed: Packed, query, key, value, scale):
             k = torch.cat([keys[i] for i in seen], dim=2)
             v = torch.cat([values[i] for i in seen], dim=2)
         causal = mask is None and q.shape[2] > 1
-        out.append(
-            F.scaled_dot_product_attention(
-                q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=True
-            )
-        )
+        out.append(sdpa(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=True))
     return torch.cat(out, dim=2)
 
 
@@ -372,9 +362,7 @@ def attend_flex(packed: Packed, query, key, value, scale):
 BACKENDS = {"dense": attend_dense, "segments": attend_segments, "flex": attend_flex}
 
 
-def packed_attention(
-    module, query, key, value, attention_mask, scaling=None, dropout=0.0, attend=None, **kwargs
-):
+def packed_attention(module, q, k, v, mask, scaling=None, dropout=0.0, attend=None, **kwargs):
     """transformers' attention function `packed`: `attend` over a pack, or without one plain
     SDPA."""
     layer = type(module).__name__
@@ -382,26 +370,21 @@ def packed_attention(
         if kwargs.get(name) is not None and (attend is not None or name != "sliding_window"):
             raise ValueError(f"{layer} asks for {name}, which packed attention does not compute")
     if attend is None:
-        if attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:
+        if mask is not None and mask.shape[-1] != k.shape[2]:
             raise ValueError(f"{layer} was not handed the pack: its model drops keyword arguments")
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, **kwargs
-        )
+        return sdpa_attention_forward(module, q, k, v, mask, dropout, scaling, **kwargs)
     if dropout:
         raise ValueError(f"{layer} asks for dropout {dropout}: call model.eval() or set it to 0")
-    return attend(query, key, value, scaling).transpose(1, 2).contiguous(), None
+    return attend(q, k, v, scaling).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register("packed", packed_attention)
-AttentionMaskInterface.register(
-    "packed", sdpa_mask
-)  # else left-padded batches lose their masks silently
+AttentionMaskInterface.register("packed", sdpa_mask)  # else padded batches lose their masks
 
 
 def action_hidden(model, packed: Packed, backend: str | None = None) -> Tensor:
-    """(N, H): the hidden state, after the final norm, at g(t,k) of every sampled token. The only
-    place where a model meets a pack. backend: by default "flex" on CUDA and "segments" elsewhere;
-    "dense" is the reference. Raises ValueError for a model that packs cannot honour."""
+    """(N, H): the final hidden state at g(t,k) of every sampled token. The only place where a model
+    meets a pack. backend: by default "flex" on CUDA, else "segments"; "dense" is the reference."""
     check_model(model)
     if packed.input_ids.device != model.device:
         packed = packed.to(model.device)
@@ -411,42 +394,42 @@ def action_hidden(model, packed: Packed, backend: str | None = None) -> Tensor:
     # without a 4-D stand-in for a mask, transformers takes restarting positions for separate
     # documents
     stand_in = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device)
-    hidden = model.base_model(
+    out = model.base_model(
         input_ids=packed.input_ids[None],
         position_ids=packed.position_ids[None],
         attention_mask=stand_in,
         use_cache=False,
         attend=partial(BACKENDS[backend], packed),
-    ).last_hidden_state  # (1, S, H)
-    return hidden[0, packed.predict_idx]
+    )
+    return out.last_hidden_state[0, packed.predict_idx]
 
 
-def check_model(model) -> None:
+def check_model(model):
     """Raise ValueError naming what packs, or a head that is one matrix, cannot honour."""
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     windows = getattr(config, "sliding_window", None)
     if getattr(config, "layer_types", None):
         windows = set(config.layer_types) - {"full_attention"}
-    softcaps = ("attn_logit_softcapping", "final_logit_softcapping")
-    scales = ("logit_scale", "logits_scaling")
-    dropout = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Dropout) and m.p]
-    if getattr(config, "attention_dropout", 0):
-        dropout.append("attention_dropout")
+
+    def asks(*names):
+        return [name for name in names if getattr(config, name, None) not in (None, False, 0, 1)]
+
     sees_later = any(getattr(m, "is_causal", True) is False for m in model.modules())
-    drops = model.training and dropout
-    stretched = rope.get("rope_type") in ("dynamic", "longrope")
-    sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
+    dropout = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Dropout) and m.p]
+    dropout = model.training and dropout + asks("attention_dropout")
     problems = {
         'load it with attn_implementation="packed"': config._attn_implementation != "packed",
         "it is an encoder, whose tokens see later ones": config.is_encoder_decoder or sees_later,
         "it has sliding-window or chunked attention": windows,
-        "it has attention sinks": sinks,
-        "it has a softcap on scores or logits": any(getattr(config, n, None) for n in softcaps),
-        "it scales its logits": any(getattr(config, n, None) not in (None, 1) for n in scales),
+        "it has attention sinks": any(n.endswith(".sinks") for n, _ in model.named_parameters()),
+        "its scores or logits have a softcap or a scale": asks(
+            "attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling"
+        ),
         "its head has a bias": getattr(model.get_output_embeddings(), "bias", None) is not None,
-        "its rotary frequencies depend on the longest position": stretched,
-        f"dropout is on ({', '.join(dropout)}): set it to 0 or call model.eval()": drops,
+        "its rotary frequencies depend on the longest position": rope.get("rope_type")
+        in ("dynamic", "longrope"),
+        f"it has dropout ({dropout}): set it to 0 or call model.eval()": dropout,
     }
     for reason, holds in problems.items():
         if holds:

@@ -19,6 +19,7 @@ are in experiments/audit.py.
 import argparse
 import copy
 import random
+from collections import defaultdict
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,15 +35,12 @@ ROWS = 128  # action tokens whose (rows, V) logits are held at once
 
 def rce(model, prompts, actions, share=None, max_tokens=4096, names=None):
     """Eq. 5 for any calls (z_t, a_t): pack them, check the structure, compare with single calls.
-
-    share: as in `pack`, one per call. names: what to call each of them in a message. Raises
-    ValueError if the structure is wrong or an id is beyond the model's vocabulary."""
+    share: as in `pack`. names: what to call the calls in a message. Raises ValueError if the
+    structure is wrong or an id is beyond the vocabulary."""
     check_ids(model, prompts, actions, names)
     packs = checked_packs(prompts, actions, share, max_tokens)
-    hidden, truth = {"packs": packed_hidden(model, packs)}, model
-    if model.dtype not in TOLERANCE:
-        truth = copy.deepcopy(model).float()
-        hidden["single calls"] = single_hidden(model, prompts, actions)
+    truth = model if model.dtype in TOLERANCE else copy.deepcopy(model).float()
+    hidden = {"packs": packed_hidden(model, packs)}
     return compare(model, hidden, prompts, actions, names, truth)["packs"]
 
 
@@ -51,17 +49,6 @@ def independent_logits(model, prompt_ids, action_ids):
     """(len(a), V): the logits of each action token, from one unpadded call on z_t + a_t."""
     ids = torch.tensor([prompt_ids + action_ids[:-1]], device=model.device)
     return model(input_ids=ids, use_cache=False, logits_to_keep=len(action_ids)).logits[0]
-
-
-@torch.no_grad()
-def single_hidden(model, prompts, actions):
-    """(N, H): the hidden states of the same single calls, in the model's own precision."""
-    hidden = []
-    for prompt, action in zip(prompts, actions):
-        ids = torch.tensor([prompt + action[:-1]], device=model.device)
-        out = model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # (1, L, H)
-        hidden.append(out[0, len(prompt) - 1 :])
-    return torch.cat(hidden)
 
 
 @torch.no_grad()
@@ -117,10 +104,9 @@ class Difference:
             return self.dlogit.max().item() <= self.eps
         for name in ("dlogit", "logratio"):
             ours, theirs = getattr(self, name).abs(), getattr(self.single, name).abs()
-            near = (
-                ours.quantile(0.99) <= 2 * theirs.quantile(0.99) and ours.max() <= 2 * theirs.max()
-            )
-            if not near:
+            if not ours.quantile(0.99) <= 2 * theirs.quantile(0.99):
+                return False
+            if not ours.max() <= 2 * theirs.max():
                 return False
         return True
 
@@ -154,42 +140,41 @@ class Difference:
 
 @torch.no_grad()
 def compare(model, hidden, prompts, actions, names=None, truth=None):
-    """Every representation, (N, H) hidden states of the model, against single calls of `truth` (by
-    default the model itself). Each call is computed once, and ROWS rows of logits held at a time. A
-    representation called "single calls" is what the others are judged by."""
+    """{name: Difference} of every representation, {name: (N, H) hidden states of the model}, to
+    single calls of `truth`, by default the model itself. With another truth, a more precise one,
+    the model's own single calls are compared, too, and the others judged by them."""
     truth, head = truth or model, model.get_output_embeddings()
-    columns, places, max_logit, start = {name: [] for name in hidden}, [], 0.0, 0
+    columns, places, max_logit, start = defaultdict(list), [], 0.0, 0
     for c, prompt in enumerate(tqdm(prompts, desc="single calls", leave=False)):
         logits = independent_logits(truth, prompt, actions[c])  # (len(a), V)
+        own = None if truth is model else independent_logits(model, prompt, actions[c])
         max_logit = max(max_logit, logits.abs().max().item())
         name = names[c] if names else f"call {c}"
         places += [f"{name}, token {k}" for k in range(len(logits))]
         for k in range(0, len(logits), ROWS):
-            right = logits[k : k + ROWS]  # (rows, V)
-            right = right.to(torch.promote_types(right.dtype, torch.float32))
-            ids = torch.tensor(actions[c][k : k + ROWS], device=right.device)
+            right, ids = logits[k : k + ROWS], torch.tensor(actions[c][k : k + ROWS])
             for representation, states in hidden.items():
-                found = head(states[start : start + len(right)]).to(right.dtype)  # (rows, V)
-                columns[representation].append(_differences(found, right, ids).cpu())
+                found = head(states[start : start + len(right)])  # (rows, V)
+                columns[representation].append(_differences(found, right, ids))
+            if own is not None:
+                columns["single calls"].append(_differences(own[k : k + ROWS], right, ids))
             start += len(right)
-    eps = TOLERANCE.get(model.dtype, 0.0) * max_logit
-    differences = {}
+    eps, found = TOLERANCE.get(model.dtype, 0.0) * max_logit, {}
     for name, parts in columns.items():
-        differences[name] = Difference(*torch.cat(parts, dim=1), places, max_logit, eps)
-    single = differences.get("single calls")
-    return {name: replace(found, single=single) for name, found in differences.items()}
+        found[name] = Difference(*torch.cat(parts, dim=1), places, max_logit, eps)
+    single = found.get("single calls")
+    return {name: replace(difference, single=single) for name, difference in found.items()}
 
 
 def _differences(found, right, ids):
     """(4, rows): the tensors of a Difference, from the logits of both sides, (rows, V) each."""
-    off = found - right
-    shift = found.logsumexp(-1) - right.logsumexp(-1)
-    dlogit = off.abs().amax(-1)
-    logratio = off.gather(1, ids[:, None])[:, 0] - shift
+    right = right.to(torch.promote_types(right.dtype, torch.float32))
+    off = found.to(right.dtype) - right
+    shift = found.to(right.dtype).logsumexp(-1) - right.logsumexp(-1)
+    logratio = off.gather(1, ids[:, None].to(off.device))[:, 0] - shift
     kl = shift - torch.linalg.vecdot(right.softmax(-1), off)
-    chosen = found.argmax(-1, keepdim=True)
-    gap = right.amax(-1) - right.gather(1, chosen)[:, 0]
-    return torch.stack([dlogit, logratio, kl, gap])
+    gap = right.amax(-1) - right.gather(1, found.argmax(-1, keepdim=True))[:, 0]
+    return torch.stack([off.abs().amax(-1), logratio, kl, gap]).cpu()
 
 
 # ---- Figure 3b, and the command ------------------------------------------------------------------

@@ -26,13 +26,8 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DynamicCache,
-    LlamaConfig,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig
+from transformers import PreTrainedTokenizerFast
 
 
 # ---- records -------------------------------------------------------------------------------------
@@ -104,17 +99,14 @@ def history_ids(trajectory):
 Turns = list[tuple[list[int], list[int]]]  # (response ids without stop token, observation ids)
 
 
-def rollout(
-    sample, tokenizer, envs, update, max_prompt_len=None, progress=None
-) -> list[Trajectory]:
+def rollout(sample, tokenizer, envs, update, max_prompt_len=None, progress=None):
     """Eq. 1: run all environments to their ends, one call each per round, and record every call.
 
-    sample(prompts, rows) -> ids, logprobs: `generate` bound to a model, or any faster engine; rows
-    says which environments the prompts belong to. An environment has env.task.id, env.prompt() (the
-    text of q) and env.step(response) -> (observation, reward, done); its class may have
-    step_all(envs, responses), which does the same for many at once. update: U, one of the rules
-    below or your own. progress: title of a progress bar. Raises ValueError for a prompt of more
-    than max_prompt_len tokens: nothing is ever cut."""
+    sample(prompts, rows) -> ids, logprobs: `generate` bound to a model, or any engine; rows says
+    which environments the prompts are from. An environment has task.id, prompt() (the text of q)
+    and step(response) -> (observation, reward, done), its class perhaps step_all(envs, responses)
+    for many at once. update: U. Raises ValueError for a prompt over max_prompt_len: nothing is
+    cut."""
     if not envs:
         raise ValueError("rollout needs at least one environment: the task list is empty")
     prefixes = [encode_prompt(tokenizer, env.prompt()) for env in envs]
@@ -186,8 +178,8 @@ def suffix_retention(n):
 
 
 def summary_replacement(tokenizer):
-    """The text between <think> tags of the last response, encoded anew, and the last observation.
-    Encoding again is safe here: it makes a new context, and what is recorded is that z_t."""
+    """The <think> text of the last response, encoded anew, and the last observation. Encoding again
+    is safe here: it makes a new context, and that is recorded."""
 
     def update(turns):
         response, observation = turns[-1]
@@ -222,12 +214,11 @@ def update_rules(tokenizer):
 # ---- sampling: a_t of Eq. 1 ----------------------------------------------------------------------
 @torch.no_grad()
 def generate(model, prompts, max_new_tokens, temperature=1.0, stop=None, generators=None):
-    """Sample a response to each prompt from exactly softmax(logits / temperature), without top-p or
-    top-k; greedy at temperature 0.
+    """Sample a response to each prompt from exactly softmax(logits / temperature); greedy at 0.
 
-    Returns the sampled ids, the stop token included, and the log-prob of each at that temperature
-    (at 1 when greedy), in at least float32: two lists of lists. A row for which stop(its new ids)
-    is true leaves the batch. generators: one source of noise per prompt, see `task_generators`."""
+    Returns the sampled ids, stop token included, and the log-prob of each at that temperature (at 1
+    when greedy), in at least float32. A row for which stop(its new ids) is true leaves the batch.
+    generators: one source of noise per prompt, see `task_generators`."""
     if not prompts or not all(prompts) or max_new_tokens < 1:
         raise ValueError("generate needs at least one prompt, no empty one, and room for a token")
     device, training = model.device, model.training
@@ -373,8 +364,8 @@ def train_tokenizer(texts, vocab_size):
 
 
 def toy_model(tokenizer, hidden_size, layers, attention="sdpa", scale=0.02):
-    """A small random Llama with heads of width 32; scale: deviation of its weights. (Not a Qwen2:
-    AutoTokenizer would replace the tokenizer saved with one by Qwen's own.)"""
+    """A random Llama with heads of width 32, weights of deviation `scale`. (AutoTokenizer would
+    replace the tokenizer saved with a Qwen2 by Qwen's own.)"""
     heads = hidden_size // 32
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=hidden_size, intermediate_size=3 * hidden_size,

@@ -100,16 +100,12 @@ class Config:
     tasks_per_step: int = flag(128, "tasks that are rolled out in a step (MEM1: 128)")
     horizon: int = flag(2, "questions per training task (Section 4.1: trained on Q2 only)")
     update: UPDATES = flag("mem1", "the update rule U of Eq. 1 (Section 3.2: MEM1's)")
-    reward: Literal["em", "f1"] = flag(
-        "em", "r_t of the last call, summed over questions (MEM1: em)"
-    )
+    reward: Literal["em", "f1"] = flag("em", "r_t of the last call, over all questions (MEM1: em)")
     temperature: float = flag(1.0, "sampling temperature; all log-probs use it, too (MEM1: 1)")
     max_new_tokens: int = flag(1000, "tokens of one response at most (MEM1: 1000)")
     max_len: int = flag(4096, "tokens of one call at most; never cut, but refused (Section 3.3)")
     share: Literal["tree", "q"] = flag("tree", "stored once: every common prefix, or q (Eq. 4)")
-    max_tokens: int = flag(
-        16384, "tokens of one pack, the micro-batch; results do not depend on it"
-    )
+    max_tokens: int = flag(16384, "tokens of one pack, the micro-batch; no result depends on it")
     distill: Literal["aligned", "history", "none"] = flag(
         "aligned", "what the teacher reads: aligned = MemOPD, history = Figure 3a, none = PPO"
     )
@@ -243,8 +239,8 @@ def pack_histories(trajectories, config):
 
 @torch.no_grad()
 def score(models, packs, teacher_packs, config):
-    """Section 3.4: log pi_old, log pi_ref and V, (N,) each, and the teacher's hidden states at the
-    same tokens, (N, H_T), or None. (Its logits would be 40 times larger at V = 152,000.)"""
+    """Section 3.4: log pi_old, log pi_ref and V, (N,) each, and the teacher's hidden states (N,
+    H_T) (its logits would be 40 times larger at V = 152,000) or None."""
     T, teacher_hidden = config.temperature, None
     logp_old = torch.cat([log_prob_of(models.student, packed, T) for packed in packs])
     with on_device(models.reference, config):
@@ -262,9 +258,8 @@ MISMATCH = {"float32": 1e-3, "bfloat16": 0.5}
 
 
 def audit(models, trajectories, logp_old, step, config):
-    """Eq. 5 in the loop: |log-prob recorded at sampling - log-prob of the packed forward|, p99 and
-    maximum over the batch; in the first step also RCE itself, on a few tasks. Raises ValueError
-    where the difference is more than rounding."""
+    """Eq. 5 in the loop: |recorded log-prob - that of the packed forward|, p99 and maximum; at
+    first also RCE itself, on a few tasks. Raises ValueError where it is more than rounding."""
     with unsharded(models.student):
         if step == 0 and rank() == 0:
             prompts, actions, prefix_lens = call_ids(trajectories[:4])
@@ -284,8 +279,8 @@ def audit(models, trajectories, logp_old, step, config):
 
 
 def advantages_of(trajectories, logp_old, logp_ref, values, config):
-    """Eq. 8 and 9: the reward of a call stands on its last action token, and a trajectory ends with
-    the last token of its last call. Advantages and returns, (N,) each."""
+    """Eq. 8 and 9: advantages and returns, (N,) each. The reward of a call stands on its last
+    action token, and a trajectory ends with the last token of its last call."""
     rewards, last = torch.zeros_like(logp_old), torch.zeros_like(logp_old, dtype=torch.bool)
     end = -1
     for trajectory in trajectories:
@@ -318,9 +313,8 @@ class Batch:
 
 
 def update_policy(models, packs, batch, config, step=0):
-    """Eq. 7, 10, 11 and the value loss: `ppo_epochs` updates on the whole batch; the metrics of the
-    last one. Sums are divided by the N of the whole batch, so that neither max_tokens nor share nor
-    the number of ranks changes the result."""
+    """Eq. 7, 10, 11 and the value loss: `ppo_epochs` updates, and the last one's metrics. Sums are
+    divided by the N of the whole batch, so that max_tokens, share and ranks change nothing."""
     N, metrics = sum(gather(len(batch.logp_old))), {}
     for epoch in range(config.ppo_epochs):
         sums, max_logratio, start = Counter(), 0.0, 0
@@ -356,11 +350,9 @@ def actor_objective(packed, batch, teacher_head, N, config):
     """Eq. 11 as a function of a few tokens' logits, for `losses.chunked_loss`."""
 
     def objective(logits, rows):  # (n, V), and which tokens of the pack they are
-        now, T = batch[rows], config.temperature
+        now, T, clip = batch[rows], config.temperature, config.clip_coef
         logp, entropy = losses.log_prob(logits, packed.action_ids[rows]), losses.entropy(logits)
-        ppo, approx_kl, clipfrac = losses.ppo_loss(
-            logp, now.logp_old, now.advantages, config.clip_coef
-        )
+        ppo, approx_kl, clipfrac = losses.ppo_loss(logp, now.logp_old, now.advantages, clip)
         kl = torch.zeros_like(logp)
         if now.teacher_hidden is not None:
             teacher_logits = losses.head_logits(now.teacher_hidden, teacher_head, T)  # (n, V_T)
@@ -375,8 +367,8 @@ def actor_objective(packed, batch, teacher_head, N, config):
 # ---- plumbing: read last -------------------------------------------------------------------------
 def warm_start(config, run):
     """SFT on the toy makes both models: the teacher in `sft_steps`, and the student as a branch
-    that leaves it after `sft_student` steps, for `sft_anneal` more in which its learning rate falls
-    to 0. It is small and runs on one device."""
+    that leaves it after `sft_student`, for `sft_anneal` more in which its learning rate falls to
+    0."""
     tokenizer = train_tokenizer(toy_texts(), config.vocab_size)
     model = toy_model(tokenizer, config.hidden_size, config.layers, "packed").to(config.device)
     layers = set(model.base_model.layers.parameters())
@@ -473,9 +465,8 @@ def sft(config):
 
 # ---- tasks, and what is shown of them ------------------------------------------------------------
 def open_data(config):
-    """tasks(split, n, k, step) -> n pairs (task of k questions, its retriever): from the toy, or
-    from the files of the flags, whose training questions are all used before any comes again.
-    Raises ValueError where there are too few, or a held-out question is a training one."""
+    """tasks(split, n, k, step) -> n pairs (task of k questions, retriever): of the toy or of files,
+    where all are used before any comes again. Raises ValueError where held-out ones are known."""
     horizons = config.horizons if config.eval_questions else []
     if not config.questions:
 
@@ -716,9 +707,9 @@ def check_finite(step, metrics, *models):
 
 
 # ---- many devices, and bfloat16: on one device in float32 nothing here does anything -------------
-# Each rank rolls out its own tasks with whole weights, so that ranks may decode different numbers
-# of tokens. Then all go through the same number of packs, since every forward and backward of a
-# sharded model is an exchange. Counts, means and norms are those of the whole batch.
+# Each rank rolls out its own tasks with whole weights. Then all go through as many packs, since
+# every forward and backward of a sharded model is an exchange. Counts and norms are the whole
+# batch's.
 
 
 def join(config):
@@ -754,8 +745,8 @@ def gather(x):
 
 
 def shard(model, config):
-    """FSDP2 layer by layer, then what is left (a tied embedding and head stay together):
-    parameters, gradients and moments are spread over ranks, --dtype computes, float32 sums."""
+    """FSDP2 layer by layer, then the rest (a tied embedding and head stay together): --dtype
+    computes, gradients are summed in float32."""
     if not dist.is_initialized():
         return model
     mesh = init_device_mesh(torch.device(config.device).type, (world(),))
@@ -1002,9 +993,8 @@ def find_problems(config):
     except (RuntimeError, AssertionError) as error:
         problems.append(f"--device {c.device} is not there: {str(error).splitlines()[0]}")
     lone_file = bool(c.questions) != bool(c.corpus) or c.test_questions and not c.questions
-    lone_model = bool(c.student) != bool(c.teacher) and (
-        c.teacher or c.distill != "none" and not sft
-    )
+    needs_teacher = c.teacher or c.distill != "none" and not sft
+    lone_model = bool(c.student) != bool(c.teacher) and needs_teacher
     rules = [
         (min(c.horizons, default=0) < 1, "--horizons takes question counts such as 2 8 16"),
         (not 1 <= c.sft_student <= c.sft_steps, "--sft_student must be a step of --sft_steps"),

@@ -53,18 +53,9 @@ WORKLOADS |= {
     "one call, q 300": {"q": 300, "calls": 1},
 }
 COLUMNS = (
-    "calls",
-    "shared",
-    "tokens",
-    "ratio of tokens",
-    "of work",
-    "forward: loop / batch / sorted",
-    "forward + backward",
-    "to the best",
-    "of the token ratio",
-    "MiB",
-    "max abs dlogit",
-)
+    "calls | shared | tokens | ratio of tokens | of work | forward: loop / batch / sorted | "
+    "forward + backward | to the best | of the token ratio | MiB | max abs dlogit"
+).split(" | ")
 SINGLES = ("loop", "batch", "sorted")  # the ways without packs
 
 
@@ -117,24 +108,17 @@ def compare_forms(model, title, prompts, actions, prefix_lens, rounds) -> Iterat
     for name, share in (("q", prefix_lens), ("tree", None)):
         packed = pack(prompts, actions, share)
         before, after = len(alone.input_ids), len(packed.input_ids)
-        work = multiplications(model, alone) / multiplications(model, packed)
-        forward = [f"{median(ratios(other, name, False)):.2f}" for other in SINGLES]
-        both = [f"{median(ratios(other, name, True)):.2f}" for other in SINGLES]
+        saved, work = before / after, multiplications(model, alone) / multiplications(model, packed)
+        cells = [title, name, f"{before} -> {after}", f"{saved:.2f}", f"{work:.2f}"]
+        for backward in (False, True):
+            medians = [median(ratios(other, name, backward)) for other in SINGLES]
+            cells.append(" / ".join(f"{ratio:.2f}" for ratio in medians))
         low, gain, high = quantiles(ratios(best, name, True), n=4)
+        cells += [f"{best} {gain:.2f} [{low:.2f}, {high:.2f}]", f"{gain / saved:.0%}"]
+        cells.append(f"{memory[best]:.0f} -> {memory[name]:.0f}")
         off = logits_of(model, forms[name], actions) - right
-        yield [
-            title,
-            name,
-            f"{before} -> {after}",
-            f"{before / after:.2f}",
-            f"{work:.2f}",
-            " / ".join(forward),
-            " / ".join(both),
-            f"{best} {gain:.2f} [{low:.2f}, {high:.2f}]",
-            f"{gain / (before / after):.0%}",
-            f"{memory[best]:.0f} -> {memory[name]:.0f}",
-            f"{off.abs().max().item():.0e}",
-        ]
+        cells.append(f"{off.abs().max().item():.0e}")
+        yield cells
 
 
 def make_forms(model, prompts, actions, prefix_lens) -> dict[str, Callable[[], Iterator]]:
@@ -312,10 +296,11 @@ def loss_line(args: argparse.Namespace) -> str:
     for ours, right in zip(gradients["chunked"], gradients["plain"]):
         errors.append(f"{(ours - right).norm() / right.norm():.0e}")
     sizes = f"V = {args.vocab_size}, H = {args.hidden_size}, H_T = {args.teacher_hidden_size}"
+    extra = f"{memory['chunked']:.0f} MiB beyond the inputs against {memory['plain']:.0f}"
+    differ = f"{errors[0]} (hidden states), {errors[1]} (head)"
     return (
-        f"{args.tokens} action tokens, {sizes}, {args.dtype}: {memory['chunked']:.0f} MiB beyond "
-        f"the inputs against {memory['plain']:.0f} ({share:.1%}), {ratio:.2f} of the time; relative "
-        f"difference of the gradients {errors[0]} (hidden states), {errors[1]} (head)"
+        f"{args.tokens} action tokens, {sizes}, {args.dtype}: {extra} ({share:.1%}), {ratio:.2f} "
+        f"of the time; relative difference of the gradients {differ}"
     )
 
 
@@ -367,45 +352,49 @@ def peak_mib(device: str) -> float:
 # ---- sampling: what generate gains by its two economies ------------------------------------------
 def sampling_rows(model, prompts, max_new_tokens: int, rounds: int) -> Iterator[list[str]]:
     """`generate`, which reads a common prefix once and lets finished rows leave, against itself
-    without each of them, and prompt by prompt: seconds, their ratio to `generate`'s, and how many
-    of the sampled responses are the same."""
-    everyone, ids = range(len(prompts)), {}
+    without each of the two, and prompt by prompt: seconds, their ratio to those of `generate`, and
+    how many responses are the same."""
+    everyone, responses = range(len(prompts)), {}
 
-    def stop(response):
-        return response[-1] % 32 == 0  # after 32 tokens, on average
+    def stop(ids):
+        return ids[-1] % 32 == 0  # after 32 tokens, on average
 
     def sample(rows, stop=stop):
         noise = rollout.task_generators(0, 0, [str(i) for i in rows])
         batch = [prompts[i] for i in rows]
         return rollout.generate(model, batch, max_new_tokens, 1.0, stop, noise)[0]
 
-    def no_prefix():
+    def sample_without_prefix():
         empty = DynamicCache(config=model.config), 0
         with patch.object(rollout, "_read_common_prefix", return_value=empty):
             return sample(everyone)
 
-    def nobody_leaves():
-        cut = []
-        for response in sample(everyone, stop=None):
-            lengths = [n for n in range(1, len(response)) if stop(response[:n])]
-            cut.append(response[: lengths[0]] if lengths else response)
-        return cut
+    def sample_without_leaving():
+        found = sample(everyone, stop=None)
+        for ids in found:
+            ends = [n for n in range(1, len(ids)) if stop(ids[:n])]
+            del ids[ends[0] if ends else len(ids) :]
+        return found
+
+    def sample_alone():
+        return [sample([i])[0] for i in everyone]
 
     forms = {
-        "generate": lambda: sample(everyone),
-        "without the shared prefix": no_prefix,
-        "without leaving": nobody_leaves,
-        "one by one": lambda: [sample([i])[0] for i in everyone],
+        "generate": partial(sample, everyone),
+        "without the shared prefix": sample_without_prefix,
+        "without leaving": sample_without_leaving,
+        "one by one": sample_alone,
     }
 
     def run(name):
-        ids[name] = forms[name]()
+        responses[name] = forms[name]()
 
     times = paired_seconds(model, {name: partial(run, name) for name in forms}, rounds)
+    right = responses["generate"]
     for name, seconds in times.items():
         ratio = median(a / b for a, b in zip(seconds, times["generate"]))
-        same = sum(a == b for a, b in zip(ids[name], ids["generate"]))
-        yield [name, f"{median(seconds):.2f}", f"{ratio:.2f}", f"{same} of {len(prompts)}"]
+        same = sum(a == b for a, b in zip(responses[name], right))
+        yield [name, f"{median(seconds):.2f}", f"{ratio:.2f}", f"{same} of {len(right)}"]
 
 
 # ---- recall: what a search index finds -----------------------------------------------------------

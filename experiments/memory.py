@@ -1,7 +1,7 @@
 """Does a run fit? Its memory on 1, 2 and 4 devices, by arithmetic on the models' configs.
 
     python -m experiments.memory --preset 3b
-    python -m experiments.memory --preset 3b --offload --max_tokens 8192      # any flags of train.py
+    python -m experiments.memory --preset 3b --offload --max_tokens 8192   # any flags of train.py
 
 No weights are loaded. Every prompt, response and pack is taken to be as long as the flags allow.
 Not in it: the CUDA context, and fragmentation. tests/test_memory.py compares the arithmetic with

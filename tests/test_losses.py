@@ -1,181 +1,364 @@
-"""Eq. 7-11 against autograd, float64, and definitions written another way."""
+"""Eq. 7-11 against torch.distributions, plain autograd in float64, and definitions written another
+way; and that what is readable is what trains."""
 
-import re
+from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributions import Categorical, kl_divergence
 
 import losses
-from losses import action_scores, actor_loss, gae, ppo_loss, reverse_kl, token_rewards, value_loss
+from losses import actor_loss, chunked_log_prob, chunked_loss, gae, ppo_loss, reverse_kl
+from losses import token_rewards, value_loss, whiten
+from pack import action_hidden, pack
+from rce import independent_logits
+from tiny import random_calls, tiny
+from train import Batch, Config, actor_objective, loss_of
+
+VOCABULARIES = [(5, 5), (5, 7), (7, 5)]  # of student and teacher
 
 
-def case(N=7, V=5, V_T=5, H=4, H_T=3, dtype=torch.float64):
+def case(N=7, V=5, V_T=5, H=4, H_T=3):
+    """Hidden states and head of a student, sampled ids, and those of a teacher, in float64."""
     g = torch.Generator().manual_seed(0)
-    make = lambda *shape: torch.randn(*shape, generator=g, dtype=dtype)
-    return make(N, H), make(V, H), torch.randint(min(V, V_T), (N,), generator=g), make(N, H_T), make(V_T, H_T)
+    shapes = ((N, H), (V, H), (N, H_T), (V_T, H_T))
+    parts = [torch.randn(*shape, generator=g, dtype=torch.float64) for shape in shapes]
+    ids = torch.randint(min(V, V_T), (N,), generator=g)
+    return *parts[:2], ids, *parts[2:]
 
 
-@pytest.mark.parametrize("V, V_T", [(5, 5), (5, 7), (7, 5)])
-def test_action_scores_are_the_readable_forms(V, V_T):
-    """Would catch: cutting the student's vocabulary for log-prob and entropy too; softmax before the cut; a
-    lost temperature; chunks that lose rows."""
+def scores_by_definition(z, ids, teacher_z):
+    """log-prob, entropy and KL(p_theta || p_T) on the common vocabulary, by torch.distributions."""
+    policy, common = Categorical(logits=z), min(z.shape[-1], teacher_z.shape[-1])
+    cut = Categorical(logits=z[:, :common])
+    teacher = Categorical(logits=teacher_z[:, :common])
+    return policy.log_prob(ids), policy.entropy(), kl_divergence(cut, teacher)
+
+
+# ---- Eq. 7 ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("V, V_T", VOCABULARIES)
+def test_readable_forms_are_those_of_torch_distributions(V, V_T):
+    """Would catch: cutting the student's vocabulary for log-prob and entropy, too; a softmax before
+    the cut; the KL the other way round."""
     hidden, head, ids, teacher_hidden, teacher_head = case(V=V, V_T=V_T)
-    for temperature in (1.0, 0.7):
-        z, t = hidden @ head.T / temperature, teacher_hidden @ teacher_head.T / temperature
-        for chunk in (1, 3, 100):
-            logp, entropy, kl = action_scores(
-                hidden, head, ids, teacher_hidden, teacher_head, temperature, chunk
-            )
-            policy = torch.distributions.Categorical(logits=z)
-            C = min(V, V_T)
-            expected = torch.distributions.kl_divergence(
-                torch.distributions.Categorical(logits=z[:, :C]),
-                torch.distributions.Categorical(logits=t[:, :C]),
-            )
-            torch.testing.assert_close(logp, policy.log_prob(ids))
-            torch.testing.assert_close(entropy, policy.entropy())
-            torch.testing.assert_close(kl, expected)
-            torch.testing.assert_close(reverse_kl(z, t), expected)
-            torch.testing.assert_close(losses.log_prob(z, ids), policy.log_prob(ids))
-            torch.testing.assert_close(losses.entropy(z), policy.entropy())
-
-
-@pytest.mark.parametrize("V, V_T", [(5, 5), (5, 7), (7, 5)])
-def test_action_scores_gradients(V, V_T):
-    """Closed forms against finite differences, each output alone and all together; the teacher gets none.
-    Would catch the gradient of a sampled KL (k1, k3) in place of the exact one."""
-    hidden, head, ids, teacher_hidden, teacher_head = case(V=V, V_T=V_T)
-    (
-        hidden.requires_grad_(),
-        head.requires_grad_(),
-        teacher_hidden.requires_grad_(),
-        teacher_head.requires_grad_(),
-    )
-    for used in ([0], [1], [2], [0, 1, 2]):
-        assert torch.autograd.gradcheck(
-            lambda h, w: tuple(
-                action_scores(h, w, ids, teacher_hidden.detach(), teacher_head.detach(), 0.7, 3)[i]
-                for i in used
-            ),
-            (hidden, head),
-        )
-    sum(x.sum() for x in action_scores(hidden, head, ids, teacher_hidden, teacher_head)).backward()
-    assert teacher_hidden.grad is None and teacher_head.grad is None and hidden.grad.abs().sum() > 0
+    z, teacher_z = hidden @ head.T, teacher_hidden @ teacher_head.T
+    logp, entropy, kl = scores_by_definition(z, ids, teacher_z)
+    torch.testing.assert_close(losses.log_prob(z, ids), logp)
+    torch.testing.assert_close(losses.entropy(z), entropy)
+    torch.testing.assert_close(reverse_kl(z, teacher_z), kl)
 
 
 def test_reverse_kl_on_three_tokens_by_hand():
-    """KL((1/2, 1/4, 1/4) || (1/4, 1/4, 1/2)) = 1/2 ln 2 - 1/4 ln 2 = ln(2) / 4; the forward KL is the same
-    here only with the arguments swapped, so (1/2, 1/2, 0+) tells them apart."""
+    """KL((1/2, 1/4, 1/4) || (1/4, 1/4, 1/2)) = 1/2 ln 2 - 1/4 ln 2 = ln(2) / 4. The forward KL is
+    the same here, so a distribution on two tokens and one on all three tell them apart."""
     p, q = torch.tensor([[0.5, 0.25, 0.25]]).log(), torch.tensor([[0.25, 0.25, 0.5]]).log()
-    torch.testing.assert_close(reverse_kl(p, q), torch.tensor([0.25]) * torch.tensor(2.0).log())
+    torch.testing.assert_close(reverse_kl(p, q), torch.tensor([2.0]).log() / 4)
     narrow, wide = torch.tensor([[0.0, 0.0, -30.0]]), torch.zeros(1, 3)
     torch.testing.assert_close(reverse_kl(narrow, wide), torch.tensor([1.5]).log())
     assert reverse_kl(wide, narrow) > 9
 
 
-def test_benchmark_measures_both_forms(capsys):
-    losses.bench("cpu", torch.float32, N=50, H=8, H_T=6, V=300)
-    out = capsys.readouterr().out
-    errors = re.findall(r"(\S+) \((?:hidden states|head)\)", out)
-    assert len(errors) == 2 and max(map(float, errors)) < 1e-5 and "of the time" in out
-
-
-def test_action_scores_without_teacher():
-    hidden, head, ids, *_ = case()
-    logp, _, kl = action_scores(hidden, head, ids)
-    assert kl.abs().max() == 0 and logp.shape == (7,)
-
-
-def test_action_scores_in_bfloat16_sum_in_float32():
-    hidden, head, ids, *_ = case(dtype=torch.bfloat16)
-    logp, entropy, kl = action_scores(hidden, head, ids)
-    assert logp.dtype == entropy.dtype == kl.dtype == torch.float32
-
-
+# ---- Eq. 8 and 9 ---------------------------------------------------------------------------------
 def test_token_rewards_penalise_only_growth():
     """Eq. 8: 0 where the policy is less sure than the reference (both signs)."""
-    out = token_rewards(
-        torch.tensor([0.0, 0.0, 2.0]),
-        torch.tensor([-1.0, -3.0, -1.0]),
-        torch.tensor([-2.0, -1.0, -1.5]),
-        beta=0.1,
-    )
+    rewards, logp_old = torch.tensor([0.0, 0.0, 2.0]), torch.tensor([-1.0, -3.0, -1.0])
+    logp_ref = torch.tensor([-2.0, -1.0, -1.5])
+    out = token_rewards(rewards, logp_old, logp_ref, kl_coef=0.1)
     torch.testing.assert_close(out, torch.tensor([-0.1, 0.0, 1.95]))
 
 
 def gae_by_definition(rewards, values, gamma, lam):
-    """A_n = sum_j (gamma lam)^j delta_{n+j}, one trajectory, as a geometric sum."""
-    N = len(rewards)
-    deltas = [rewards[n] + gamma * (values[n + 1] if n + 1 < N else 0.0) - values[n] for n in range(N)]
-    return [sum((gamma * lam) ** j * deltas[n + j] for j in range(N - n)) for n in range(N)]
+    """A_n = sum_j (gamma lam)^j delta_{n+j} of one trajectory, as a geometric sum."""
+    following = [*values[1:], 0.0]
+    deltas = [r + gamma * after - v for r, v, after in zip(rewards, values, following)]
+    advantages = []
+    for n in range(len(rewards)):
+        terms = [(gamma * lam) ** j * delta for j, delta in enumerate(deltas[n:])]
+        advantages.append(sum(terms))
+    return advantages
 
 
 def test_gae_does_not_leak_between_trajectories():
-    """Eq. 9 on two trajectories in a row is Eq. 9 on each. Would catch bootstrapping from the next one's
-    value, a nonzero terminal value, and lambda applied across the border."""
+    """Eq. 9 on two trajectories in a row is Eq. 9 on each. Would catch bootstrapping from the next
+    one's value, a nonzero terminal value, and lambda applied across the border."""
     g = torch.Generator().manual_seed(0)
-    lengths, gamma, lam = (5, 3), 0.9, 0.8
-    r, v = torch.randn(8, generator=g, dtype=torch.float64), torch.randn(8, generator=g, dtype=torch.float64)
+    rewards, values = torch.randn(2, 8, generator=g, dtype=torch.float64)
     last = torch.tensor([0, 0, 0, 0, 1, 0, 0, 1], dtype=torch.bool)
-    advantages, returns = gae(r, v, last, gamma, lam)
-    expected = [
-        a
-        for part_r, part_v in zip(r.split(lengths), v.split(lengths))
-        for a in gae_by_definition(part_r.tolist(), part_v.tolist(), gamma, lam)
-    ]
+    advantages, returns = gae(rewards, values, last, 0.9, 0.8)
+    expected = []
+    for part in (slice(0, 5), slice(5, 8)):
+        expected += gae_by_definition(rewards[part].tolist(), values[part].tolist(), 0.9, 0.8)
     torch.testing.assert_close(advantages, torch.tensor(expected, dtype=torch.float64))
-    torch.testing.assert_close(returns, advantages + v)
+    torch.testing.assert_close(returns, advantages + values)
 
 
 def test_gae_terminal_reward_reaches_the_last_action():
     """With gamma = 0 every advantage is r - V: the terminal reward lands on the last action though
     observations would follow it."""
-    advantages, _ = gae(
-        torch.tensor([0.0, 0.0, 1.0]),
-        torch.tensor([0.5, 0.5, 0.25]),
-        torch.tensor([False, False, True]),
-        0.0,
-        0.95,
-    )
+    rewards, values = torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0.5, 0.5, 0.25])
+    last = torch.tensor([False, False, True])
+    advantages, _ = gae(rewards, values, last, gamma=0.0, gae_lambda=0.95)
     torch.testing.assert_close(advantages, torch.tensor([-0.5, -0.5, 0.75]))
 
 
+def test_whitened_advantages_by_hand():
+    """Mean 2 and deviation 1, over all tokens (and not over one less)."""
+    torch.testing.assert_close(whiten(torch.tensor([1.0, 3.0])), torch.tensor([-1.0, 1.0]))
+    assert whiten(torch.tensor([5.0, 5.0])).tolist() == [0.0, 0.0]
+
+
+# ---- Eq. 10 and 11 -------------------------------------------------------------------------------
 def test_ppo_loss_by_hand():
-    """Eq. 10 in its four cases: ratio 1.5 and 0.5, advantage of either sign, eps = 0.2. Would catch max for
-    min, and a ratio that is always 1 (exp(logp - logp.detach()))."""
-    logp_old = torch.zeros(4)
-    logp = torch.tensor([1.5, 1.5, 0.5, 0.5]).log().requires_grad_()
-    loss, approx_kl, clipfrac = ppo_loss(logp, logp_old, torch.tensor([2.0, -2.0, 2.0, -2.0]), 0.2)
+    """Eq. 10 in its four cases: ratio 1.5 and 0.5, advantage of either sign, eps = 0.2. Would catch
+    max for min, and a ratio that is always 1 (exp(logp - logp.detach()))."""
+    ratio, logp_old = torch.tensor([1.5, 1.5, 0.5, 0.5]), torch.zeros(4)
+    logp, advantages = ratio.log().requires_grad_(), torch.tensor([2.0, -2.0, 2.0, -2.0])
+    loss, approx_kl, clipfrac = ppo_loss(logp, logp_old, advantages, 0.2)
     torch.testing.assert_close(loss, torch.tensor([-2.4, 3.0, -1.0, 1.6]))
     assert clipfrac.tolist() == [1, 1, 1, 1]
-    torch.testing.assert_close(approx_kl, torch.tensor([1.5, 1.5, 0.5, 0.5]) - 1 - logp.detach())
+    torch.testing.assert_close(approx_kl, ratio - 1 - ratio.log())
     loss.sum().backward()
-    torch.testing.assert_close(
-        logp.grad, torch.tensor([0.0, 3.0, -1.0, 0.0])
-    )  # no gradient where the clip binds
+    unclipped_only = torch.tensor([0.0, 3.0, -1.0, 0.0])  # no gradient where the clip binds
+    torch.testing.assert_close(logp.grad, unclipped_only)
     loss, _, clipfrac = ppo_loss(logp_old, logp_old, torch.ones(4), 0.2)
     assert loss.tolist() == [-1] * 4 and clipfrac.sum() == 0
 
 
 def test_value_loss_takes_the_worse_of_plain_and_clipped():
-    values, old, returns = torch.tensor([2.0, 0.2]), torch.tensor([0.0, 0.0]), torch.tensor([2.0, 1.0])
-    torch.testing.assert_close(
-        value_loss(values, old, returns, 0.5), torch.tensor([0.5 * 1.5**2, 0.5 * 0.8**2])
-    )
+    values, returns = torch.tensor([2.0, 0.2]), torch.tensor([2.0, 1.0])
+    found = value_loss(values, torch.zeros(2), returns, value_clip=0.5)
+    torch.testing.assert_close(found, torch.tensor([0.5 * 1.5**2, 0.5 * 0.8**2]))
 
 
 def test_actor_loss_is_additive_over_parts_of_a_batch():
-    """Eq. 11: parts divided by the counts of the whole batch sum to the whole; a mask selects before it sums,
-    so that what it leaves out may be NaN; an all-masked part gives 0, not NaN."""
+    """Eq. 11: parts divided by the counts of the whole batch sum to the whole. A mask selects
+    before it sums, so that what it leaves out may be NaN; an all-masked part gives 0, not NaN."""
     g = torch.Generator().manual_seed(0)
     ppo, entropy, kl = torch.randn(3, 6, generator=g)
     mask = torch.tensor([True, False, True, True, False, False])
     kl[1] = torch.nan
-    whole = actor_loss(ppo, entropy, kl, 0.1, 0.5, 6, 3, mask)
-    parts = [
-        actor_loss(ppo[s], entropy[s], kl[s], 0.1, 0.5, 6, 3, mask[s])
-        for s in (slice(0, 1), slice(1, 4), slice(4, 6))
-    ]
-    torch.testing.assert_close(sum(parts), whole)
+
+    def part(rows):
+        return actor_loss(ppo[rows], entropy[rows], kl[rows], 0.1, 0.5, 6, 3, mask[rows])
+
+    whole = part(slice(0, 6))
+    parts = part(slice(0, 1)) + part(slice(1, 4)) + part(slice(4, 6))
+    torch.testing.assert_close(parts, whole)
     torch.testing.assert_close(whole, ppo.mean() - 0.1 * entropy.mean() + 0.5 * kl[mask].mean())
-    assert actor_loss(ppo, entropy, kl, 0.0, 1.0, 6, 0, torch.zeros(6, dtype=torch.bool)) == ppo.mean()
+    nothing = torch.zeros(6, dtype=torch.bool)
+    assert actor_loss(ppo, entropy, kl, 0.0, 1.0, 6, 0, nothing) == ppo.mean()
+
+
+# ---- a few tokens at a time ----------------------------------------------------------------------
+def weighted_loss(ids, teacher_logits, weights, sizes=None):
+    """A loss for `chunked_loss` in which every token has its own weight on log-prob, entropy and
+    KL, (3, N), and the three as metrics. sizes: notes how many tokens came at a time."""
+
+    def loss(logits, rows):
+        logp, entropy = losses.log_prob(logits, ids[rows]), losses.entropy(logits)
+        kl = reverse_kl(logits, teacher_logits[rows])
+        parts = torch.stack([logp, entropy, kl])
+        if sizes is not None:
+            sizes.append(len(logits))
+        return (weights[:, rows] * parts).sum(), {"logp": logp, "entropy": entropy, "kl": kl}
+
+    return loss
+
+
+def random_weights(N):
+    g = torch.Generator().manual_seed(1)
+    return torch.randn(3, N, generator=g, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("V, V_T", VOCABULARIES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk", [1, 3, 7, 100, None])
+def test_chunked_loss_is_the_loss_of_all_tokens_at_once(V, V_T, temperature, chunk):
+    """Value, metrics of each token, and gradients to hidden states and head, against plain autograd
+    on whole logits and torch.distributions. Would catch a lost temperature, chunks that lose rows
+    or take them twice, and the gradient of a sampled KL (k1, k3) instead of the exact one."""
+    hidden, head, ids, teacher_hidden, teacher_head = case(V=V, V_T=V_T)
+    teacher_z, weights, sizes = teacher_hidden @ teacher_head.T, random_weights(7), []
+    ours = [hidden.clone().requires_grad_(), head.clone().requires_grad_()]
+    loss = weighted_loss(ids, teacher_z, weights, sizes)
+    total, metrics = chunked_loss(loss, *ours, temperature, chunk)
+    total.backward()
+    assert sum(sizes) == 7 and max(sizes) <= (chunk or 7)
+
+    whole = [hidden.clone().requires_grad_(), head.clone().requires_grad_()]
+    scores = scores_by_definition(whole[0] @ whole[1].T / temperature, ids, teacher_z)
+    expected = (weights * torch.stack(scores)).sum()
+    expected.backward()
+    torch.testing.assert_close(total, expected)
+    for name, score in zip(("logp", "entropy", "kl"), scores):
+        torch.testing.assert_close(metrics[name], score.detach())
+        assert not metrics[name].requires_grad
+    for x, y in zip(ours, whole):
+        torch.testing.assert_close(x.grad, y.grad)
+
+
+@pytest.mark.parametrize("V, V_T", VOCABULARIES)
+def test_chunked_loss_has_the_gradient_of_finite_differences(V, V_T):
+    """Each of log-prob, entropy and KL alone, and all together."""
+    hidden, head, ids, teacher_hidden, teacher_head = case(V=V, V_T=V_T)
+    teacher_z, weights = teacher_hidden @ teacher_head.T, random_weights(7)
+    for used in ([0], [1], [2], [0, 1, 2]):
+        some = torch.zeros_like(weights)
+        some[used] = weights[used]
+        loss = weighted_loss(ids, teacher_z, some)
+
+        def value(hidden, head):
+            return chunked_loss(loss, hidden, head, temperature=0.7, chunk=3)[0]
+
+        assert torch.autograd.gradcheck(value, (hidden.requires_grad_(), head.requires_grad_()))
+
+
+def test_the_incoming_gradient_scales_that_of_chunked_loss():
+    """What comes after it counts: a loss that is multiplied by 3, and one that is added to
+    others."""
+    hidden, head, ids, teacher_hidden, teacher_head = case()
+    loss = weighted_loss(ids, teacher_hidden @ teacher_head.T, random_weights(7))
+    grads = []
+    for factor in (1, 3):
+        h, w = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+        total, _ = chunked_loss(loss, h, w, chunk=3)
+        (factor * total + h.sum() + w.sum()).backward()
+        grads.append((h.grad - 1, w.grad - 1))
+    for once, thrice in zip(*grads):
+        torch.testing.assert_close(3 * once, thrice)
+
+
+def test_the_head_gradient_of_bfloat16_models_is_summed_in_float32():
+    """512 tokens, four at a time, and all pull the head the same way. Against the gradient in
+    float64, ours is off by the rounding of one result. The same chunks one by one, whose gradients
+    autograd adds up in bfloat16, are several times as far off."""
+    g = torch.Generator().manual_seed(0)
+    hidden, head = 1 + torch.randn(512, 16, generator=g), 0.1 * torch.randn(32, 16, generator=g)
+    hidden, head = hidden.bfloat16(), head.bfloat16()
+    ids = torch.zeros(512, dtype=torch.long)
+
+    def head_gradient(parts):
+        w = head.clone().requires_grad_()
+        for rows in parts:
+            wanted = ids[rows]
+
+            def loss(logits, rows):
+                return -losses.log_prob(logits, wanted[rows]).sum(), {}
+
+            chunked_loss(loss, hidden[rows], w, chunk=4)[0].backward()
+        return w.grad.double()
+
+    exact = head.double().requires_grad_()
+    z = hidden.double() @ exact.T
+    torch.nn.functional.cross_entropy(z, ids, reduction="sum").backward()
+    in_float32 = head_gradient([slice(0, 512)])
+    in_bfloat16 = head_gradient([slice(i, i + 4) for i in range(0, 512, 4)])
+    ours, theirs = ((g - exact.grad).norm() / exact.grad.norm() for g in (in_float32, in_bfloat16))
+    print(ours, theirs)
+    assert ours < 2**-8 and theirs > 3 * ours
+
+
+def test_no_tokens_are_a_loss_of_zero_and_not_an_error():
+    """A rank without tasks goes through the same operations as the others."""
+    hidden, head, ids, teacher_hidden, teacher_head = case(N=0)
+    hidden.requires_grad_()
+    head.requires_grad_()
+    loss = weighted_loss(ids, teacher_hidden @ teacher_head.T, random_weights(0))
+    total, metrics = chunked_loss(loss, hidden, head)
+    total.backward()
+    assert total == 0 and hidden.grad.shape == (0, 4)
+    assert head.grad.shape == head.shape and not head.grad.any()
+    assert [len(x) for x in metrics.values()] == [0, 0, 0]
+    assert chunked_log_prob(hidden, head, ids).shape == (0,)
+
+
+def test_the_teacher_gets_no_gradient():
+    hidden, head, ids, teacher_hidden, teacher_head = case()
+    models = [x.requires_grad_() for x in (hidden, head, teacher_hidden, teacher_head)]
+    loss = weighted_loss(ids, teacher_hidden @ teacher_head.T, random_weights(7))
+    chunked_loss(loss, hidden, head)[0].backward()
+    assert [x.grad is None for x in models] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [1, 3, None])
+def test_chunked_log_prob_is_the_log_prob_that_training_sees(chunk, dtype):
+    """That of whole logits, within rounding; and bit for bit that of `chunked_loss` in the same
+    chunks, or the first ratio of Eq. 10 would not be 1."""
+    hidden, head, ids, *_ = case(N=50, V=300, H=16)
+    hidden, head, seen = hidden.to(dtype), head.to(dtype), []
+
+    def loss(logits, rows):
+        seen.append(losses.log_prob(logits, ids[rows]).detach())
+        return logits.sum(), {}
+
+    found = chunked_log_prob(hidden, head, ids, 0.7, chunk)
+    chunked_loss(loss, hidden.requires_grad_(), head, 0.7, chunk)
+    assert torch.equal(found, torch.cat(seen)) and not found.requires_grad
+    assert found.dtype == torch.promote_types(dtype, torch.float32)  # softmax in float32 at least
+    z = (hidden @ head.T).detach().double() / 0.7
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-4
+    if dtype == torch.bfloat16:
+        tolerance = 0.1  # logits of 10 are rounded to 0.03, and a chunk may round another way
+    expected = Categorical(logits=z).log_prob(ids)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance)
+
+
+# ---- what is readable is what trains -------------------------------------------------------------
+def single_call_scores(model, teacher, prompts, actions, temperature):
+    """Log-softmax of student and teacher at every action token, from single calls: (N, V) each."""
+    ours, theirs = [], []
+    for prompt, action in zip(prompts, actions):
+        ids = torch.tensor([prompt + action[:-1]])
+        ours.append(model(input_ids=ids).logits[0, len(prompt) - 1 :])
+        theirs.append(independent_logits(teacher, prompt, action))
+    return [(torch.cat(z) / temperature).log_softmax(-1) for z in (ours, theirs)]
+
+
+def forward_kl(logits, teacher_logits):
+    """The other one, KL(p_T || p_theta)."""
+    return reverse_kl(teacher_logits, logits)
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward", "no teacher"])
+def test_editing_reverse_kl_changes_training(direction, monkeypatch):
+    """What `train.actor_objective` trains is Eq. 7 as it stands in losses.py: with the forward KL
+    in its place, the student's gradient is that of the forward KL, and without a teacher that of
+    PPO alone. All three are worked out from single calls by plain autograd, and differ by far."""
+    prompts, actions, _ = random_calls(tasks=2, calls=2)
+    packed = pack(prompts, actions)
+    N, T = len(packed.action_ids), 0.7
+    student, teacher, loop = tiny().double(), tiny(seed=1).double(), tiny().double()
+    g = torch.Generator().manual_seed(0)
+    advantages = 0.3 * torch.randn(N, generator=g, dtype=torch.float64)
+    p, t = single_call_scores(loop, teacher, prompts, actions, T)
+    logp = p.gather(1, packed.action_ids[:, None])[:, 0]
+    ppo = -(logp - logp.detach()).exp() * advantages  # ratios of 1: nothing is clipped
+    entropy = -(p.exp() * p).sum(-1)
+    kl = {
+        "reverse": (p.exp() * (p - t)).sum(-1),
+        "forward": (t.exp() * (t - p)).sum(-1),
+        "no teacher": torch.zeros_like(logp),
+    }
+    expected = {}
+    for name, guidance in kl.items():
+        loop.zero_grad()
+        loss = (ppo - 0.01 * entropy + 0.5 * guidance).sum() / N
+        loss.backward(retain_graph=True)
+        expected[name] = torch.cat([x.grad.flatten() for x in loop.parameters()])
+
+    if direction == "forward":
+        monkeypatch.setattr(losses, "reverse_kl", forward_kl)
+    with torch.no_grad():
+        teacher_hidden = action_hidden(teacher, packed) if direction != "no teacher" else None
+    batch = Batch(logp.detach(), advantages, advantages, advantages, teacher_hidden)
+    config = replace(Config(), temperature=T, entropy_coef=0.01, distill_coef=0.5)
+    objective = actor_objective(packed, batch, teacher.lm_head.weight, N, config)
+    loss, metrics = loss_of(student, packed, T, objective)
+    loss.backward()
+    torch.testing.assert_close(metrics["teacher_kl"], kl[direction].detach())
+    found = torch.cat([x.grad.flatten() for x in student.parameters()])
+    for name, gradient in expected.items():
+        distance = (found - gradient).norm() / gradient.norm()
+        print(direction, name, distance)
+        assert distance < 1e-9 if name == direction else distance > 0.1, name

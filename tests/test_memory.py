@@ -1,4 +1,5 @@
-"""The arithmetic of `train.py --estimate` against the storages that are alive in real updates, scores and rollouts."""
+"""The arithmetic of experiments/memory.py against the storages that are alive in real updates,
+scores and rollouts."""
 
 import random
 from dataclasses import replace
@@ -12,40 +13,44 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from experiments import memory
+from experiments.memory import estimate, memory_table, model_sizes
 from pack import pack
 from rollout import generate
 from train import (
     Batch,
-    Clock,
     Config,
-    estimate,
+    Models,
+    full_tensor,
     head,
     hidden_of,
     join,
+    log_prob_of,
     make_critic,
-    memory_table,
     parse_config,
-    policy_scores,
     shard,
-    sizes,
     trainable,
     unsharded,
     update_policy,
     values_of,
-    whole,
 )
 
 V = 3000
-WIDE = dict(vocab_size=V, num_hidden_layers=4, num_key_value_heads=2, num_attention_heads=4)
-STUDENT = Qwen2Config(hidden_size=256, intermediate_size=1024, tie_word_embeddings=True, **WIDE)
-TEACHER = Qwen2Config(hidden_size=384, intermediate_size=1024, tie_word_embeddings=False, **WIDE)
+WIDE = {
+    "vocab_size": V,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 1024,
+}
+STUDENT = Qwen2Config(hidden_size=256, tie_word_embeddings=True, **WIDE)
+TEACHER = Qwen2Config(hidden_size=384, tie_word_embeddings=False, **WIDE)
 
 
 def build(config, dtype="float32"):
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(
-        config, attn_implementation="packed", dtype=getattr(torch, dtype)
-    ).eval()
+    settings = {"attn_implementation": "packed", "dtype": getattr(torch, dtype)}
+    return AutoModelForCausalLM.from_config(config, **settings).eval()
 
 
 @pytest.fixture(params=["float32", "bfloat16"])
@@ -53,56 +58,64 @@ def config(tmp_path, request):
     """One device; 4 calls in a pack of 4,096 tokens, nearly all of them sampled."""
     STUDENT.save_pretrained(tmp_path / "student")
     TEACHER.save_pretrained(tmp_path / "teacher")
-    yield join(
-        Config(
-            student=str(tmp_path / "student"),
-            teacher=str(tmp_path / "teacher"),
-            device="cpu",
-            dtype=request.param,
-            tasks_per_step=1,
-            horizon=1,
-            max_new_tokens=1023,
-            max_len=1024,
-            max_tokens=4096,
-        )
+    config = Config(
+        student=str(tmp_path / "student"),
+        teacher=str(tmp_path / "teacher"),
+        device="cpu",
+        dtype=request.param,
+        tasks_per_step=1,
+        horizon=1,
+        max_new_tokens=1023,
+        max_len=1024,
+        max_tokens=4096,
     )
+    yield join(config)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 class Alive(TorchDispatchMode):
-    """The most bytes that were alive at once, of storages that operations made. (FSDP empties storages, and keeps
-    them.)"""
+    """The most bytes that were alive at once, of storages that operations made. (FSDP empties
+    storages, and keeps them.)"""
 
     def __init__(self, known):
         super().__init__()
-        self.known, self.refs, self.most = {x.untyped_storage()._cdata for x in known}, {}, 0
+        self.known = {x.untyped_storage()._cdata for x in known}
+        self.refs, self.most = {}, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         self.refs = {key: ref for key, ref in self.refs.items() if not ref.expired()}
         for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self.known:
-                self.refs[x.untyped_storage()._cdata] = StorageWeakRef(x.untyped_storage())
-        alive = sum(torch.UntypedStorage._new_with_weak_ptr(ref.cdata).nbytes() for ref in self.refs.values())
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage()
+                if storage._cdata not in self.known:
+                    self.refs[storage._cdata] = StorageWeakRef(storage)
+        alive = 0
+        for ref in self.refs.values():
+            alive += torch.UntypedStorage._new_with_weak_ptr(ref.cdata).nbytes()
         self.most = max(self.most, alive)
         return out
 
 
 def local(x):
-    return getattr(x, "to_local", lambda: x)()
+    return x.to_local() if hasattr(x, "to_local") else x
 
 
 def peak(function, *known):
-    """Bytes at the worst moment of function(), beyond those of the tensors that exist before."""
+    """Bytes at the worst moment of function(), beyond those of tensors that exist before it."""
     with Alive([local(x) for x in known]) as alive:
         function()
     return alive.most
 
 
-def expected(config, phase, *but):
-    """What the estimate says of a phase, less some parts."""
-    return sum(x for name, phases, x in estimate(config, 1) if phase in phases and not name.startswith(but))
+def expected(config, phase, *without):
+    """What the estimate says of a phase, less the parts whose names begin so."""
+    total = 0
+    for name, phases, x in estimate(config, 1):
+        if phase in phases and not name.startswith(without):
+            total += x
+    return total
 
 
 def ids(rng, n):
@@ -111,41 +124,45 @@ def ids(rng, n):
 
 def full_pack(config):
     rng = random.Random(0)
-    packed = pack([ids(rng, 1) for _ in range(4)], [ids(rng, 1023) for _ in range(4)])
+    prompts = [ids(rng, 1) for _ in range(4)]
+    packed = pack(prompts, [ids(rng, 1023) for _ in range(4)])
     assert len(packed.input_ids) == config.max_tokens
     return packed
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_an_update(config, checkpointing):
-    """Weights, gradients and moments to the byte; the whole of an update at most a quarter above what is measured, and
-    never below."""
+    """Weights, gradients and moments to the byte; the whole of an update at most a quarter above
+    what is measured, and never below."""
     config = replace(config, gradient_checkpointing=checkpointing, ppo_epochs=1)
     packed, student = full_pack(config), build(STUDENT)
     critic = make_critic(student)
-    (student, adam), (critic, critic_adam) = (trainable(m, 1e-3, config) for m in (student, critic))
+    student, adam = trainable(student, 1e-3, config)
+    critic, critic_adam = trainable(critic, 1e-3, config)
     teacher = shard(build(TEACHER, config.dtype), config)
     with torch.no_grad():
-        logp, values = policy_scores(student, packed, 1.0)[0], values_of(critic, packed)
-        hidden, teacher_head = hidden_of(teacher, packed), whole(head(teacher))
-    batch = Batch(logp, values, torch.randn(len(logp)), torch.randn(len(logp)), hidden)
+        logp, values = log_prob_of(student, packed, 1.0), values_of(critic, packed)
+        hidden, teacher_head = hidden_of(teacher, packed), full_tensor(head(teacher))
+    trained = {"student": (student, adam), "critic": (critic, critic_adam)}
+    models = Models(None, student, critic, None, teacher, teacher_head, trained)
+    N = len(logp)
+    batch = Batch(logp, values, torch.randn(N), torch.randn(N), hidden)
 
     def update():
-        update_policy(
-            student, critic, (adam, critic_adam), [packed], batch, teacher_head, config, Clock("cpu")
-        )
+        update_policy(models, [packed], batch, config)
 
     update()
-    weights = [p for model in (student, critic) for p in model.parameters()]
-    states = [s for o in (adam, critic_adam) for s in o.state.values()]
-    moments = [s[name] for s in states for name in ("exp_avg", "exp_avg_sq")]
+    weights = [*student.parameters(), *critic.parameters()]
+    states = [*adam.state.values(), *critic_adam.state.values()]
+    moments = [state["exp_avg"] for state in states] + [state["exp_avg_sq"] for state in states]
     assert {x.dtype for x in [*weights, *moments]} == {torch.float32}
     size = sum(p.nbytes for p in weights)
     parts = {name: x for name, _, x in estimate(config, 1)}
     assert parts["student and critic: weights and two moments in float32"] == 3 * size
     assert sum(x.nbytes for x in moments) == 2 * size
     assert parts["their gradients in float32"] == size
-    assert parts["the teacher's hidden states and head"] >= hidden.nbytes + teacher_head.nbytes
+    known = hidden.nbytes + teacher_head.nbytes
+    assert parts["the teacher's hidden states and head"] >= known
     measured = peak(update, *weights, *moments, hidden, teacher_head)
     said = expected(config, "u", "reference", "student and", "the teacher")
     assert measured <= said <= 1.25 * measured
@@ -173,7 +190,7 @@ def test_a_score(config):
 
     def score():
         with torch.no_grad():
-            policy_scores(teacher, packed, 1.0)
+            log_prob_of(teacher, packed, 1.0)
 
     measured = peak(score, *teacher.parameters())
     said = expected(config, "s", "student and", "reference")
@@ -181,19 +198,30 @@ def test_a_score(config):
 
 
 def test_the_table_of_the_readme(tmp_path):
-    """It is what the command prints for the shapes of Qwen2.5-3B and 7B, whose sizes are known; without a config it
-    says which."""
-    keys = (
-        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
-    )
+    """It is what the command prints for the shapes of Qwen2.5-3B and 7B, whose sizes are known."""
+    names = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads"
+    names = [*names.split(), "num_key_value_heads"]
     shapes = {"3b": (151_936, 2048, 11_008, 36, 16, 2), "7b": (152_064, 3584, 18_944, 28, 28, 4)}
-    for name, shape in shapes.items():
-        config = Qwen2Config(**dict(zip(keys.split(), shape)), tie_word_embeddings=name == "3b")
-        config.save_pretrained(tmp_path / name)
-    assert sizes(str(tmp_path / "3b")).P == 3_085_938_688 and sizes(str(tmp_path / "7b")).P == 7_615_616_512
-    args = ["--preset", "3b", "--student", str(tmp_path / "3b"), "--teacher", str(tmp_path / "7b")]
-    table = memory_table(parse_config(args))
-    assert table in (Path(__file__).parents[1] / "README.md").read_text()
-    (tmp_path / "3b/config.json").unlink()
+    for model, shape in shapes.items():
+        config = Qwen2Config(**dict(zip(names, shape)), tie_word_embeddings=model == "3b")
+        config.save_pretrained(tmp_path / model)
+    student, teacher = str(tmp_path / "3b"), str(tmp_path / "7b")
+    assert model_sizes(student).P == 3_085_938_688
+    assert model_sizes(teacher).P == 7_615_616_512
+    config = parse_config(["--preset", "3b", "--student", student, "--teacher", teacher])
+    table = "\n".join(memory_table(config))
+    readme = Path(__file__).parents[1] / "experiments/README.md"
+    assert table in readme.read_text()
+
+
+def test_a_model_without_a_config_is_named(tmp_path):
+    config = Config(student=str(tmp_path / "3b"), teacher=str(tmp_path / "7b"))
     with pytest.raises(ValueError, match="3b: no config"):
-        memory_table(parse_config(args))
+        memory_table(config)
+
+
+def test_the_toy_has_no_models_to_read(monkeypatch):
+    """They are made by the run itself; the command says what it needs instead."""
+    monkeypatch.setattr("sys.argv", ["memory.py", "--device", "cpu"])
+    with pytest.raises(SystemExit, match="memory.py: the estimate needs --student and --teacher"):
+        memory.main()
