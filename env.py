@@ -1,7 +1,6 @@
 """The environment E of Eq. 1: search tasks with compact memory, retrieval and scores (Section 4.1).
 
-One task joins k questions. In each turn the agent writes its memory, then one search or all
-answers:
+One task joins k questions. At every turn the agent writes its memory, then a search or all answers:
 
     q    = protocol + "Questions : q1 ; q2"
     a_t  = <think> memory </think> <search> query </search>      or  ... <answer> a1 ; a2 </answer>
@@ -48,7 +47,6 @@ ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
 STOP = ("</search>", "</answer>")  # a response ends with one of these
 
 
-# ---- the search environment ----------------------------------------------------------------------
 @dataclass(frozen=True)
 class Task:
     """k questions with the accepted answers (aliases) of each."""
@@ -64,8 +62,7 @@ class Task:
 
 class SearchEnv:
     """One episode of one task. reward ("em" or "f1") is summed over questions and given at the end;
-    an observation holds as many whole passages as fit `budget` by length(text), words by
-    default."""
+    an observation holds as many whole passages as fit `budget` by length(text), else words."""
 
     def __init__(self, task, retriever, reward="em", top_k=2, budget=None, length=None):
         if reward not in ("em", "f1"):
@@ -127,8 +124,8 @@ class SearchEnv:
         return self.observation
 
     def score(self, rule: str = "squad") -> tuple[float, float]:
-        """(EM, F1) summed over the questions. Answer i belongs to question i; a missing one scores
-        0. By MEM1's rule nothing counts unless there are as many answers as questions."""
+        """(EM, F1) over the questions: answer i belongs to question i, a missing one scores 0. By
+        MEM1's rule nothing counts unless there are as many answers as questions."""
         answers, em, f1 = self.answers or [], 0.0, 0.0
         if rule == "mem1" and len(answers) != len(self.task.questions):
             return em, f1
@@ -137,8 +134,6 @@ class SearchEnv:
             f1 += token_f1(answer, accepted, rule)
         return em, f1
 
-
-# ---- scores --------------------------------------------------------------------------------------
 
 RULES = ("squad", "hotpotqa", "mem1")  # whose definition of EM and F1
 
@@ -154,8 +149,7 @@ def normalize(text, rule="squad"):
 
 def exact_match(prediction, answers, rule="squad"):
     """1.0 if the prediction equals any of the aliases `answers` in normal form, else 0.0."""
-    predicted = normalize(prediction, rule)
-    return float(any(predicted == normalize(answer, rule) for answer in answers))
+    return float(any(normalize(prediction, rule) == normalize(answer, rule) for answer in answers))
 
 
 def token_f1(prediction, answers, rule="squad"):
@@ -202,9 +196,8 @@ class SqliteRetriever:
             _fill(self.db, passages)
             return
         if not os.path.exists(index):
-            make = f"python env.py index CORPUS {index}"
-            raise ValueError(f"{index}: no index there; make one with `{make}`")
-        uri = f"file:{quote(os.fspath(index))}?mode=ro"
+            raise ValueError(f"{index}: no index there; run `python env.py index CORPUS {index}`")
+        uri = f"file:{quote(str(index))}?mode=ro"
         self.db = sqlite3.connect(uri, uri=True, check_same_thread=False)
         try:
             self.db.execute("SELECT docs FROM frequency LIMIT 1")
@@ -260,24 +253,23 @@ def build_index(corpus, index):
     if os.path.exists(part):
         os.remove(part)  # what a killed build left
     db = sqlite3.connect(part)
-    db.execute("PRAGMA journal_mode = OFF")  # a broken file is thrown away: no need to roll back
-    db.execute("PRAGMA synchronous = OFF")
+    db.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF")  # no need to roll back
     _fill(db, load_passages(corpus, progress=True))
     db.close()
     os.replace(part, index)
 
 
 class HttpRetriever:
-    """A server of Search-R1's protocol: POST {"queries", "topk", "return_scores"} to its URL brings
-    {"result": [[hit, ...], ...]}; a hit is {"document": {...}, "score": x} or bare."""
+    """Search-R1's protocol: POST {"queries", "topk", "return_scores"} brings {"result": [[hit,
+    ...], ...]}, where a hit is {"document": {...}, "score": x} or the bare document."""
 
     def __init__(self, url, timeout=60.0, retries=6, wait=0.5):
         self.url, self.timeout, self.retries, self.wait = url, timeout, retries, wait
 
     def search(self, queries, k):
-        """As SqliteRetriever's, in one request. What fails is tried again up to `retries` times,
-        each wait twice as long as the last. In the end, and where the server refuses or answers
-        something else, ConnectionError names the URL and what came back; it is never empty."""
+        """As SqliteRetriever's. A failure is tried again `retries` times, after twice the wait
+        each; in the end, or if the server refuses, ConnectionError names the URL: it is never an
+        empty answer."""
         # without scores, the servers of Search-R1 fail, or unpack two results as one pair
         answer = self._ask({"queries": queries, "topk": k, "return_scores": True})
         try:
@@ -307,8 +299,7 @@ class HttpRetriever:
                     raise ConnectionError(f"{self.url} refused with {problem}") from None
             except (OSError, HTTPException, ValueError) as error:
                 problem = f"{type(error).__name__}: {error}"
-        tries = f"{self.retries + 1} tries"
-        raise ConnectionError(f"{self.url} did not answer in {tries}; the last brought {problem}")
+        raise ConnectionError(f"{self.url}: no answer in {self.retries + 1} tries; {problem}")
 
 
 def open_retriever(corpus):
@@ -338,8 +329,7 @@ def serve(retriever, port, host="127.0.0.1"):
                 ranked = [retriever.ranked(query, k) for query in queries]
                 status, answer = 200, {"result": [hits(asked, best) for best in ranked]}
             except (ValueError, TypeError, KeyError, AttributeError):
-                usage = 'POST {"queries": [text, ...], "topk": n} to /retrieve'
-                status, answer = 400, {"error": usage}
+                status, answer = 400, {"error": 'POST {"queries": [...], "topk": n} to /retrieve'}
             body = json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
@@ -370,14 +360,13 @@ def load_questions(path):
     seen = set()
 
     def read(record):
-        names = ("id", "question", "golden_answers")  # FlashRAG
-        if "golden_answers" not in record:
-            names = ("_id", "question", "answer")  # HotpotQA
-        name, question, answers = (record.get(key) for key in names)
+        flashrag = "golden_answers" in record  # else HotpotQA
+        name, question = record.get("id" if flashrag else "_id"), record.get("question")
+        answers = record.get("golden_answers" if flashrag else "answer")
         if isinstance(answers, str):
             answers = [answers]
         if name is None or name in seen:
-            raise ValueError(f"{names[0]} {name!r} is missing, or seen before")
+            raise ValueError(f"the id {name!r} is none, or seen before")
         if not isinstance(question, str) or not question.strip():
             raise ValueError(f"the question is {question!r}")
         texts = isinstance(answers, list) and all(isinstance(a, str) for a in answers)
@@ -504,8 +493,8 @@ class ToyWiki:
         self.retriever = SqliteRetriever(self.passages)
 
     def tasks(self, n, k):
-        """n tasks of k questions, of one hop or two, with no name twice; ValueError if k is too
-        many."""
+        """n tasks of k questions, of one hop or two, no name twice; ValueError if k is too
+        large."""
         rng = random.Random(f"tasks {self.seed} {k}")
         return [self._task(f"world-{self.seed}-q{k}-{i}", k, rng) for i in range(n)]
 
@@ -564,9 +553,7 @@ def toy_envs(split, n, k, seed=0, **settings):
 
 def toy_texts():
     """What the toy's tokenizer is trained on: passages, and episodes of the expert."""
-    texts = []
-    for seed in range(4):
-        texts += [f"( {p.title} ) {p.text}" for p in ToyWiki(seed).passages]
+    texts = [f"( {p.title} ) {p.text}" for seed in range(4) for p in ToyWiki(seed).passages]
     for env in toy_envs("train", 40, 3):
         texts.append(env.prompt())
         for response, observation, _ in expert_episode(env):
@@ -583,7 +570,6 @@ def expert_episode(env):
         yield response, observation, reward
 
 
-# ---- commands ------------------------------------------------------------------------------------
 def main():
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)

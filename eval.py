@@ -8,11 +8,9 @@
 All are means over tasks. In peak and dependency q counts here, as in the cost of a call (the paper
 does not say); --without_q leaves it out, as MEM1 does.
 
-    python eval.py RUN                        # warm start, student and teacher of a run of train.py
+    python eval.py RUN                   # warm start, student and teacher of a run of train.py
     python eval.py MODEL --questions FILE --corpus INDEX --horizons 2 8 --records FOLDER
     python eval.py MODEL --questions FILE --corpus INDEX --keep_correct OUT.jsonl     # data for SFT
-
-MODEL is a folder or hub name. What compares several runs is in experiments/study.py.
 """
 
 import argparse
@@ -40,11 +38,13 @@ def evaluate(
     """Roll out all environments, batch_size at a time: the means of METRICS, and the trajectories.
     records: a JSONL file with a line per task; tasks in it are not run again. keep_correct: a JSONL
     file to add the text of every episode with all answers right to, for SFT."""
-    rule, stop = update_rules(tokenizer)[update], stop_on(tokenizer, STOP)
+    rule = update_rules(tokenizer)[update]
+    stop = stop_on(tokenizer, STOP)
     done, trajectories = read_records(records), []
     todo = [env for env in envs if env.task.id not in done]
     for i in range(0, len(todo), batch_size):
-        batch, start = todo[i : i + batch_size], time.perf_counter()
+        batch = todo[i : i + batch_size]
+        start = time.perf_counter()
         noise = task_generators(seed, 0, [env.task.id for env in batch])
 
         def sample(prompts, rows):
@@ -80,7 +80,8 @@ def peak(trajectory, with_q=True):
 
 def dependency(trajectory, with_q=True):
     """How many earlier tokens the generated ones depend on, in all."""
-    q, total = 0 if with_q else trajectory.prefix_len, 0
+    q = 0 if with_q else trajectory.prefix_len
+    total = 0
     for call in trajectory.calls:
         n = len(call.action_ids)
         total += n * (len(call.prompt_ids) - q + n // 2)
@@ -107,7 +108,6 @@ def table(rows):
     return markdown(["set", "model", "EM", "F1", "peak", "dependency", "s / task"], cells())
 
 
-# ---- files ---------------------------------------------------------------------------------------
 def as_text(env, trajectory, tokenizer):
     """An episode without token ids: those of one tokenizer mean nothing to another."""
     turns = []
@@ -149,8 +149,7 @@ def read_records(path):
 
 
 def same_settings(folder, ours):
-    """Write the settings to the folder, or raise ValueError naming one that differs from its
-    own."""
+    """Write the settings to the folder; ValueError names one that differs from what is there."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "settings.json"
     if not file.exists():
@@ -163,7 +162,6 @@ def same_settings(folder, ours):
     return folder
 
 
-# ---- the command ---------------------------------------------------------------------------------
 def parse(argv=None):
     """The command line, checked."""
     formatter = argparse.RawDescriptionHelpFormatter
@@ -174,8 +172,7 @@ def parse(argv=None):
     add("--corpus", help="an index of env.py, a JSONL of passages, or a retrieval server's URL")
     add("--horizons", type=int, nargs="+", default=[2, 8, 16], help="questions per task")
     add("--n", type=int, default=640, help="held-out questions per horizon (Q2: 320 tasks)")
-    rules = list(update_rules(None))
-    add("--update", choices=rules, default="mem1", help="the update rule U of Eq. 1")
+    add("--update", choices=list(update_rules(None)), default="mem1", help="the rule U of Eq. 1")
     add("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy")
     add("--scores", choices=RULES, default="squad", help="whose definition of EM and F1")
     add("--without_q", action="store_true", help="leave q out of peak and dependency, as MEM1 does")
@@ -203,9 +200,12 @@ def parse(argv=None):
 
 def evaluate_all(args):
     """(set, model, metrics) of what the command asks for, one model on one horizon at a time."""
-    run, questions = Path(args.model), []
-    models = {name: str(run / name) for name in ("warm_start", "student", "teacher")}
-    models = {name: path for name, path in models.items() if os.path.isdir(path)}
+    run = Path(args.model)
+    questions = []
+    models = {}
+    for name in ("warm_start", "student", "teacher"):
+        if (run / name).is_dir():
+            models[name] = str(run / name)
     models = models or {run.name: args.model}
     for path in args.questions or []:
         questions += load_questions(path)

@@ -19,7 +19,6 @@ from collections import defaultdict
 import torch
 
 
-# ---- Eq. 7: what the policy and the teacher say --------------------------------------------------
 def log_prob(logits, action_ids):
     """log pi(a) of each sampled token: (N, V), (N,) -> (N,)."""
     logp = logits.log_softmax(-1)
@@ -41,7 +40,6 @@ def reverse_kl(logits, teacher_logits):
     return (logp.exp() * (logp - teacher_logp)).sum(-1)
 
 
-# ---- Eq. 8 and 9: rewards and advantages, without gradients --------------------------------------
 def token_rewards(rewards, logp_old, logp_ref, kl_coef):
     """Eq. 8, all (N,): task rewards (on the last token of a call), less the reference penalty."""
     grown = logp_old - logp_ref
@@ -52,14 +50,16 @@ def token_rewards(rewards, logp_old, logp_ref, kl_coef):
 def gae(rewards, values, last, gamma, gae_lambda):
     """Eq. 9 over whole trajectories, one after the other, a step per sampled token; all (N,).
     `last` marks the final token of each: nothing leaks past it. Returns advantages, returns."""
-    r, v, is_last = rewards.tolist(), values.tolist(), last.tolist()
-    advantages = [0.0] * len(r)
+    rewards, last = rewards.tolist(), last.tolist()
+    v = values.tolist()
+    advantages = [0.0] * len(v)
     advantage = next_value = 0.0
-    for n in reversed(range(len(r))):
-        if is_last[n]:
+    for n in reversed(range(len(v))):
+        if last[n]:
             advantage = next_value = 0.0
-        delta = r[n] + gamma * next_value - v[n]
-        advantages[n] = advantage = delta + gamma * gae_lambda * advantage
+        delta = rewards[n] + gamma * next_value - v[n]
+        advantage = delta + gamma * gae_lambda * advantage
+        advantages[n] = advantage
         next_value = v[n]
     advantages = torch.tensor(advantages, dtype=values.dtype, device=values.device)
     return advantages, advantages + values
@@ -71,32 +71,34 @@ def whiten(advantages):
     return centred / (advantages.std(correction=0) + 1e-8)
 
 
-# ---- Eq. 10 and 11: the policy and the critic ----------------------------------------------------
 def ppo_loss(logp, logp_old, advantages, clip_coef):
     """Eq. 10 per token, all (N,): the loss, and without gradient approx_kl and clipfrac."""
     logratio = logp - logp_old
     ratio = logratio.exp()
-    clipped = ratio.clamp(1 - clip_coef, 1 + clip_coef)
-    loss = -torch.minimum(ratio * advantages, clipped * advantages)
+    plain = ratio * advantages
+    clipped = ratio.clamp(1 - clip_coef, 1 + clip_coef) * advantages
+    loss = -torch.minimum(plain, clipped)
     with torch.no_grad():
-        approx_kl = (ratio - 1) - logratio
-        clipfrac = ((ratio - 1).abs() > clip_coef).float()
+        off = ratio - 1
+        approx_kl = off - logratio
+        clipfrac = (off.abs() > clip_coef).float()
     return loss, approx_kl, clipfrac
 
 
 def value_loss(values, values_old, returns, value_clip):
     """The critic's squared error, all (N,), with clipped values (MEM1's; not in the paper)."""
-    clipped = values_old + (values - values_old).clamp(-value_clip, value_clip)
-    return 0.5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
+    change = (values - values_old).clamp(-value_clip, value_clip)
+    clipped = values_old + change
+    plain_error = (values - returns) ** 2
+    clipped_error = (clipped - returns) ** 2
+    return 0.5 * torch.maximum(plain_error, clipped_error)
 
 
 def actor_loss(
     ppo, entropy, kl, entropy_coef, distill_coef, n_actions, n_teacher, teacher_mask=None
 ):
     """Eq. 11, the part of these tokens, a scalar: L_PPO - alpha H + lambda L_OPD from (N,) values.
-
-    n_actions, n_teacher: sum(m_act), sum(m_T) of the *whole batch*. teacher_mask: m_T, (N,)
-    bool."""
+    n_actions, n_teacher: sum(m_act), sum(m_T) of the *whole batch*; teacher_mask: m_T, (N,)."""
     if teacher_mask is not None:
         kl = kl[teacher_mask]  # select, then sum: 0 * NaN would be NaN
     policy = (ppo - entropy_coef * entropy).sum() / max(n_actions, 1)
@@ -104,18 +106,19 @@ def actor_loss(
     return policy + distill_coef * guidance
 
 
-# ---- a few tokens at a time ----------------------------------------------------------------------
 def head_logits(hidden, head, temperature=1.0):
     """(N, H), (V, H) -> (N, V) in at least float32, divided by the sampling temperature."""
     logits = hidden @ head.T
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return logits.to(dtype) / temperature
 
 
 def chunks(n_tokens, vocab_size, chunk=None):
     """Rows to take at a time; an empty slice if there are none, so that all ranks do the same."""
     chunk = chunk or max(64, 2**23 // vocab_size)
     for start in range(0, max(n_tokens, 1), chunk):
-        yield slice(start, min(start + chunk, n_tokens))
+        stop = min(start + chunk, n_tokens)
+        yield slice(start, stop)
 
 
 @torch.no_grad()
@@ -136,38 +139,29 @@ def chunked_loss(loss, hidden, head, temperature=1.0, chunk=None):
     and returns their part of the loss, a scalar, and per-token metrics, {name: (n,)}. Gradients are
     taken chunk by chunk in the forward pass, the head's summed in at least float32; backward only
     scales them. Returns the scalar and the metrics, (N,) each, without gradient."""
-    total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    total = hidden.new_zeros((), dtype=dtype)
     grad_hidden = torch.empty_like(hidden)
-    grad_head = torch.zeros_like(head, dtype=total.dtype)
+    grad_head = torch.zeros_like(head, dtype=dtype)
     metrics = defaultdict(list)
     for rows in chunks(len(hidden), len(head), chunk):
-        h, w = hidden[rows].detach(), head.detach()
-        logits = head_logits(h, w, temperature).requires_grad_()  # (n, V)
+        h = hidden[rows].detach()
+        w = head.detach()
+        logits = head_logits(h, w, temperature)  # (n, V)
+        logits.requires_grad_()
         with torch.enable_grad():
             part, found = loss(logits, rows)
         (grad,) = torch.autograd.grad(part, logits)
-        grad = (grad / temperature).to(w.dtype)
+        grad = grad / temperature
+        grad = grad.to(w.dtype)
         grad_hidden[rows] = grad @ w
         grad_head += grad.T @ h
         total += part.detach()
         for name, x in found.items():
             metrics[name].append(x.detach())
-    total = _WithGradient.apply(total, hidden, head, grad_hidden, grad_head)
-    return total, {name: torch.cat(parts) for name, parts in metrics.items()}
-
-
-class _WithGradient(torch.autograd.Function):
-    """A scalar whose gradients to hidden states and head are known already."""
-
-    @staticmethod
-    def forward(ctx, total, hidden, head, grad_hidden, grad_head):
-        ctx.save_for_backward(grad_hidden, grad_head)
-        ctx.head_dtype = head.dtype
-        return total.clone()
-
-    @staticmethod
-    def backward(ctx, scale):
-        grad_hidden, grad_head = ctx.saved_tensors
-        grad_hidden = grad_hidden * scale.to(grad_hidden.dtype)
-        grad_head = (grad_head * scale).to(ctx.head_dtype)
-        return None, grad_hidden, grad_head, None, None
+    metrics = {name: torch.cat(parts) for name, parts in metrics.items()}
+    # a term that is 0, with the gradients that were taken above
+    grad_head = grad_head.to(head.dtype)
+    known = torch.dot(hidden.flatten(), grad_hidden.flatten())
+    known = known + torch.dot(head.flatten(), grad_head.flatten())
+    return total + (known - known.detach()), metrics

@@ -74,7 +74,8 @@ class Packed:
     def dense_mask(self) -> Tensor:
         """(S, S) bool, the readable reference: True where row q sees column k."""
         place = torch.arange(len(self.input_ids), device=self.input_ids.device)
-        q, k = place[:, None], place[None, :]
+        q = place[:, None]
+        k = place[None, :]
         not_later = k <= q
         within_its_subtree = q < self.subtree_end
         return not_later & within_its_subtree
@@ -86,7 +87,8 @@ class Packed:
         Columns of a tile left of the diagonal precede its rows, so q sees k exactly if q < end[k]:
         some pair is visible if the largest end passes the first row, all if the smallest passes the
         last."""
-        S, end = len(self.input_ids), self.subtree_end
+        S = len(self.input_ids)
+        end = self.subtree_end
         largest_end = end.view(-1, BLOCK).amax(1)
         smallest_end = end.view(-1, BLOCK).amin(1)
         column = torch.arange(S // BLOCK, device=end.device)
@@ -97,23 +99,20 @@ class Packed:
         def mask_mod(b, h, q, k):
             return (k <= q) & (q < end[k])
 
-        return BlockMask.from_kv_blocks(
-            *_tile_lists(some & ~every),
-            *_tile_lists(every),
-            BLOCK_SIZE=BLOCK,
-            seq_lengths=(S, S),
-            mask_mod=mask_mod,
-        )
+        tiles = (*_tile_lists(some & ~every), *_tile_lists(every))
+        settings = {"BLOCK_SIZE": BLOCK, "seq_lengths": (S, S), "mask_mod": mask_mod}
+        return BlockMask.from_kv_blocks(*tiles, **settings)
 
     @cached_mask
     def segments(self):
         """The same mask for SDPA: the lengths of the tree's segments and, for each, those that it
-        sees (itself last) with a mask. A segment is a run without a branch: what it sees, it sees
-        causally."""
+        sees (itself last) with a mask. A segment is a run without a branch, causal in itself."""
         end = self.subtree_end
-        changes = torch.nonzero(end[1:] != end[:-1])[:, 0] + 1
+        changed = end[1:] != end[:-1]
+        changes = changed.nonzero()[:, 0] + 1
         bounds = torch.cat([end.new_zeros(1), changes, end]).unique()
-        starts, lengths = bounds[:-1].tolist(), bounds.diff().tolist()
+        starts = bounds[:-1].tolist()
+        lengths = bounds.diff().tolist()
         ends = end[bounds[:-1]].tolist()
         plan, seen = [], []
         for i, rows in enumerate(lengths):
@@ -128,7 +127,8 @@ class Packed:
 
     def to(self, device):
         """Move it; on CUDA also pad it, so that one BlockMask serves every model that reads it."""
-        moved = Packed(*(getattr(self, field.name).to(device) for field in fields(self)))
+        columns = [getattr(self, field.name) for field in fields(self)]
+        moved = Packed(*(column.to(device) for column in columns))
         if moved.input_ids.is_cuda:
             moved = pad(moved, bucket(len(moved.input_ids)))
         return moved
@@ -149,14 +149,16 @@ def pack(prompts, actions, share=None, max_len=None, pad_to=1) -> Packed:
     ValueError naming a call that is empty or longer than max_len: nothing is ever cut."""
     if not prompts or len(prompts) != len(actions):
         counts = f"{len(prompts)} prompts, {len(actions)} actions"
-        raise ValueError(f"pack needs at least one call, and an action for each prompt: {counts}")
+        problem = "pack needs at least one call, and an action for each prompt"
+        raise ValueError(f"{problem}: {counts}")
     for c, (prompt, action) in enumerate(zip(prompts, actions)):
         if not prompt or not action:
             raise ValueError(f"call {c}: empty {'action' if prompt else 'prompt'}")
         if max_len is not None and len(prompt) + len(action) > max_len:
             size = f"{len(prompt)} + {len(action)} tokens, over max_len = {max_len}"
             advice = "raise max_len or leave the example out"
-            raise ValueError(f"call {c} has {size}; cutting it would change its state: {advice}")
+            reason = "cutting it would change its state"
+            raise ValueError(f"call {c} has {size}; {reason}: {advice}")
     share = share if isinstance(share, list) else [share] * len(prompts)
     tokens, depths, parents, paths = _prefix_tree(prompts, actions, share)
     S = len(tokens)
@@ -166,7 +168,6 @@ def pack(prompts, actions, share=None, max_len=None, pad_to=1) -> Packed:
         children[parents[node]].append(node)
         if parents[node] is not None:
             size[parents[node]] += size[node]
-
     order, stack = [], children[None]
     while stack:
         node = stack.pop()
@@ -175,16 +176,16 @@ def pack(prompts, actions, share=None, max_len=None, pad_to=1) -> Packed:
     place = [0] * S
     for i, node in enumerate(order):
         place[node] = i
-
-    predict, act, action_ids, call_idx = [], [], [], []
+    predict, act = [], []
+    action_ids, call_idx = [], []
     for c, (path, prompt, action) in enumerate(zip(paths, prompts, actions)):
         first = len(prompt)  # where a_{t,0} stands. The token before it predicts it: the end of q
         predict += path[first - 1 : -1]  # where x_t is empty, which several calls may share
         act += path[first:]
         action_ids += action
         call_idx += [c] * len(action)
-
-    order, place = torch.tensor(order), torch.tensor(place)
+    order = torch.tensor(order)
+    place = torch.tensor(place)
     packed = Packed(
         input_ids=torch.tensor(tokens)[order],
         position_ids=torch.tensor(depths)[order],
@@ -199,7 +200,8 @@ def pack(prompts, actions, share=None, max_len=None, pad_to=1) -> Packed:
 
 def _prefix_tree(prompts, actions, share):
     """Token, depth and parent of each node (None above a root), and each call's path of nodes."""
-    nodes, tokens, depths, parents, paths = {}, [], [], [], []
+    nodes, paths = {}, []
+    tokens, depths, parents = [], [], []
     for c, (prompt, action) in enumerate(zip(prompts, actions)):
         node, path = None, []
         for depth, token in enumerate(prompt + action):
@@ -232,15 +234,13 @@ def pad(packed: Packed, length: int) -> Packed:
 
 
 def bucket(length: int) -> int:
-    """Round up to few lengths, by an eighth to a quarter: each costs FlexAttention a
-    compilation."""
+    """Round up to few lengths, by an eighth to a quarter: FlexAttention compiles each."""
     step = max(BLOCK, 1 << length.bit_length() >> 3)
     return -(-length // step) * step
 
 
 def pack_all(prompts, actions, max_tokens, share=None, max_len=None):
-    """`pack` any number of calls, in order, in packs of at most max_tokens. Raises as `pack`
-    does."""
+    """`pack` any number of calls, in order, in packs of at most max_tokens; raises like `pack`."""
     share = share if isinstance(share, list) else [share] * len(prompts)
     packs = []
     for run in split(prompts, actions, max_tokens, share):
@@ -249,8 +249,7 @@ def pack_all(prompts, actions, max_tokens, share=None, max_len=None):
 
 
 def split(prompts, actions, max_tokens, share=None):
-    """Runs of calls whose packs hold at most max_tokens. What a call shares with the one before it
-    counts once. A longer call is a ValueError."""
+    """Runs of calls whose packs hold at most max_tokens, shared tokens counted once."""
     share = share if isinstance(share, list) else [share] * len(prompts)
     runs, start, used, before = [], 0, 0, []
     for c, (prompt, action) in enumerate(zip(prompts, actions)):
@@ -258,14 +257,18 @@ def split(prompts, actions, max_tokens, share=None):
         if len(call) > max_tokens:
             size = f"{len(call)} tokens, over the max_tokens = {max_tokens} of a pack"
             raise ValueError(f"call {c} has {size}; raise it")
-        parts = [before, call] + [call[:n] for n in share[max(c - 1, 0) : c + 1] if n is not None]
+        limits = [n for n in share[max(c - 1, 0) : c + 1] if n is not None]
+        parts = [before, call] + [call[:n] for n in limits]
         common = len(os.path.commonprefix(parts))  # of lists, too
         if c > start and used + len(call) - common > max_tokens:
             runs.append(slice(start, c))
-            start, used, common = c, 0, 0
+            start = c
+            used = common = 0
         used += len(call) - common
         before = call
-    return runs + [slice(start, len(prompts))] if prompts else []
+    if prompts:
+        runs.append(slice(start, len(prompts)))
+    return runs
 
 
 def pack_history(prefix, actions, observations) -> Packed:
@@ -276,20 +279,19 @@ def pack_history(prefix, actions, observations) -> Packed:
         history += action + observation
         sampled += [True] * len(action) + [False] * len(observation)
         call_idx += [c] * len(action)
-    packed, rows = pack([prefix], [history]), torch.tensor(sampled)
-    return replace(
-        packed,
-        predict_idx=packed.predict_idx[rows],
-        action_ids=packed.action_ids[rows],
-        action_idx=packed.action_idx[rows],
-        call_idx=torch.tensor(call_idx),
-    )
+    packed = pack([prefix], [history])
+    rows = torch.tensor(sampled)
+    picked = {"call_idx": torch.tensor(call_idx)}
+    for name in ("predict_idx", "action_ids", "action_idx"):
+        picked[name] = getattr(packed, name)[rows]
+    return replace(packed, **picked)
 
 
 def verify(packed, prompts, actions):
     """The structural check of Eq. 3, without a model: the row that predicts a_{t,k} sees exactly
     z_t + a_{t,<k} at positions 0, 1, 2, ... Raises ValueError naming the call and what is wrong."""
-    S, N, end = len(packed.input_ids), len(packed.action_ids), packed.subtree_end
+    S = len(packed.input_ids)
+    end = packed.subtree_end
     place = torch.arange(S, device=end.device)
     if not ((place < end) & (end <= S)).all():
         raise ValueError("visibility: a subtree_end lies before its token or after the pack")
@@ -297,7 +299,9 @@ def verify(packed, prompts, actions):
     sees = place + 1 - torch.bincount(end, minlength=S + 1).cumsum(0)[:-1]
     start = 0
     for c, (prompt, action) in enumerate(zip(prompts, actions, strict=True)):
-        rows, n, first = slice(start, start + len(action)), len(prompt + action), len(prompt)
+        first = len(prompt)
+        n = first + len(action)
+        rows = slice(start, start + len(action))
         in_order = packed.call_idx[rows].tolist() == [c] * len(action)
         last = packed.action_idx[rows][-1] if in_order else 0
         path = place[(place <= last) & (last < end)]  # the call's last token with its ancestors
@@ -314,14 +318,12 @@ def verify(packed, prompts, actions):
             if not right:
                 raise ValueError(f"call {c}: {problem}")
         start = rows.stop
-    if start != N:
-        raise ValueError(f"the pack has {N} action tokens, the calls have {start}")
+    if start != len(packed.action_ids):
+        raise ValueError(f"the calls have {start} action tokens, the pack {len(packed.action_ids)}")
 
 
 # ---- attention: one mask, three executors --------------------------------------------------------
 # query (1, heads, S, D), key and value (1, key-value heads, S, D) -> (1, heads, S, D)
-
-
 sdpa = F.scaled_dot_product_attention
 
 
@@ -337,10 +339,8 @@ def attend_segments(packed: Packed, query, key, value, scale):
     queries, keys, values = (x.split(lengths, dim=2) for x in (query, key, value))
     out = []
     for q, (seen, mask) in zip(queries, plan):
-        k, v = keys[seen[0]], values[seen[0]]
-        if len(seen) > 1:
-            k = torch.cat([keys[i] for i in seen], dim=2)
-            v = torch.cat([values[i] for i in seen], dim=2)
+        k = torch.cat([keys[i] for i in seen], dim=2)
+        v = torch.cat([values[i] for i in seen], dim=2)
         causal = mask is None and q.shape[2] > 1
         out.append(sdpa(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=True))
     return torch.cat(out, dim=2)
@@ -363,11 +363,11 @@ BACKENDS = {"dense": attend_dense, "segments": attend_segments, "flex": attend_f
 
 
 def packed_attention(module, q, k, v, mask, scaling=None, dropout=0.0, attend=None, **kwargs):
-    """transformers' attention function `packed`: `attend` over a pack, or without one plain
-    SDPA."""
+    """transformers' attention function `packed`: `attend` over a pack, else plain SDPA."""
     layer = type(module).__name__
-    for name in ("softcap", "s_aux", "sliding_window"):
-        if kwargs.get(name) is not None and (attend is not None or name != "sliding_window"):
+    refused = ["softcap", "s_aux"] + (["sliding_window"] if attend else [])
+    for name in refused:
+        if kwargs.get(name) is not None:
             raise ValueError(f"{layer} asks for {name}, which packed attention does not compute")
     if attend is None:
         if mask is not None and mask.shape[-1] != k.shape[2]:
@@ -375,7 +375,8 @@ def packed_attention(module, q, k, v, mask, scaling=None, dropout=0.0, attend=No
         return sdpa_attention_forward(module, q, k, v, mask, dropout, scaling, **kwargs)
     if dropout:
         raise ValueError(f"{layer} asks for dropout {dropout}: call model.eval() or set it to 0")
-    return attend(q, k, v, scaling).transpose(1, 2).contiguous(), None
+    out = attend(q, k, v, scaling)  # (1, heads, S, D)
+    return out.transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register("packed", packed_attention)
@@ -407,7 +408,8 @@ def action_hidden(model, packed: Packed, backend: str | None = None) -> Tensor:
 def check_model(model):
     """Raise ValueError naming what packs, or a head that is one matrix, cannot honour."""
     config = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    rope = getattr(config, "rope_parameters", None)
+    rope = rope or getattr(config, "rope_scaling", None) or {}
     windows = getattr(config, "sliding_window", None)
     if getattr(config, "layer_types", None):
         windows = set(config.layer_types) - {"full_attention"}
@@ -416,19 +418,22 @@ def check_model(model):
         return [name for name in names if getattr(config, name, None) not in (None, False, 0, 1)]
 
     sees_later = any(getattr(m, "is_causal", True) is False for m in model.modules())
-    dropout = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Dropout) and m.p]
-    dropout = model.training and dropout + asks("attention_dropout")
+    dropout = asks("attention_dropout")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Dropout) and module.p:
+            dropout.append(name)
+    dropout = dropout if model.training else []
+    scaled = asks("attn_logit_softcapping", "final_logit_softcapping")
+    scaled += asks("logit_scale", "logits_scaling")
+    stretched = rope.get("rope_type") in ("dynamic", "longrope")
     problems = {
         'load it with attn_implementation="packed"': config._attn_implementation != "packed",
         "it is an encoder, whose tokens see later ones": config.is_encoder_decoder or sees_later,
         "it has sliding-window or chunked attention": windows,
         "it has attention sinks": any(n.endswith(".sinks") for n, _ in model.named_parameters()),
-        "its scores or logits have a softcap or a scale": asks(
-            "attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling"
-        ),
+        "its scores or logits have a softcap or a scale": scaled,
         "its head has a bias": getattr(model.get_output_embeddings(), "bias", None) is not None,
-        "its rotary frequencies depend on the longest position": rope.get("rope_type")
-        in ("dynamic", "longrope"),
+        "its rotary frequencies depend on the longest position": stretched,
         f"it has dropout ({dropout}): set it to 0 or call model.eval()": dropout,
     }
     for reason, holds in problems.items():
@@ -436,20 +441,22 @@ def check_model(model):
             raise ValueError(f"{type(model).__name__} cannot run on packs: {reason}")
 
 
-# ---- the picture ---------------------------------------------------------------------------------
 def draw(packed, labels):
     """The mask as text, a row per token: label, position, x if sampled, and what it sees."""
     lines = ["token  pos  act   " + " ".join(f"{label:>2}" for label in labels)]
-    position, is_action = packed.position_ids.tolist(), packed.action_mask.tolist()
+    position = packed.position_ids.tolist()
+    is_action = packed.action_mask.tolist()
     for i, label in enumerate(labels):
+        act = "x" if is_action[i] else " "
         sees = " ".join(" ■" if seen else " ·" for seen in packed.dense_mask[i].tolist())
-        lines.append(f" {label:<5} {position[i]:>3}   {'x' if is_action[i] else ' '}    {sees}")
+        lines.append(f" {label:<5} {position[i]:>3}   {act}    {sees}")
     return "\n".join(lines)
 
 
 def example():
     """The header's calls: q = 1 2, a_0 = 3 4, m_0 o_0 = 4 5, a_1 = 6 7, m_1 o_1 = 7 8, a_2 = 9."""
-    packed = pack([[1, 2], [1, 2, 4, 5], [1, 2, 7, 8]], [[3, 4], [6, 7], [9]], share=2)
+    prompts = [[1, 2], [1, 2, 4, 5], [1, 2, 7, 8]]
+    packed = pack(prompts, [[3, 4], [6, 7], [9]], share=2)
     return packed, ["q", "q", "a0", "a0", "m0", "o0", "a1", "a1", "m1", "o1", "a2"]
 
 

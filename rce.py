@@ -12,8 +12,7 @@ rollout.py. Shapes: N sampled action tokens in the order of the calls, V vocabul
     python rce.py        # Figure 3b in small: right packs, wrong visibility, wrong positions
     python rce.py --model runs/tiny/student --trajectories runs/tiny/trajectories.jsonl
 
-The exit status is 0 if RCE holds, else 1, with the worst call and token. The audits of Section 4.4
-are in experiments/audit.py.
+The exit status is 0 if RCE holds, else 1. The audits of Section 4.4 are in experiments/audit.py.
 """
 
 import argparse
@@ -61,7 +60,8 @@ def packed_hidden(model, packs, title="packs"):
 def checked_packs(prompts, actions, share=None, max_tokens=4096):
     """`pack_all`, with every pack's structure checked. A call over max_tokens gets its own."""
     longest = max(len(prompt) + len(action) for prompt, action in zip(prompts, actions))
-    packs, start = pack_all(prompts, actions, max(max_tokens, longest), share), 0
+    packs = pack_all(prompts, actions, max(max_tokens, longest), share)
+    start = 0
     for packed in packs:
         run = slice(start, start + int(packed.call_idx[-1]) + 1)
         verify(packed, prompts[run], actions[run])
@@ -80,7 +80,6 @@ def check_ids(model, prompts, actions, names=None):
             raise ValueError(f"{name}: {problem}; these trajectories are of another tokenizer")
 
 
-# ---- the comparison ------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Difference:
     """One representation against the truth: (N,) each, one value per sampled token."""
@@ -103,7 +102,8 @@ class Difference:
         if self.single is None:
             return self.dlogit.max().item() <= self.eps
         for name in ("dlogit", "logratio"):
-            ours, theirs = getattr(self, name).abs(), getattr(self.single, name).abs()
+            ours = getattr(self, name).abs()
+            theirs = getattr(self.single, name).abs()
             if not ours.quantile(0.99) <= 2 * theirs.quantile(0.99):
                 return False
             if not ours.max() <= 2 * theirs.max():
@@ -112,7 +112,8 @@ class Difference:
 
     def summary(self, clip_coef=0.2):
         """The columns of Tables 3 and 4. False clip: an unchanged policy's ratios out of range."""
-        dlogp, N = self.logratio.abs(), len(self.gap)
+        N = len(self.gap)
+        dlogp = self.logratio.abs()
         changed = int((self.gap > 2 * self.eps).sum())
         tied = torch.nonzero((self.gap > 0) & (self.gap <= 2 * self.eps))[:, 0]
         worst = self.dlogit.argmax().item()  # a NaN anywhere counts as the worst
@@ -143,8 +144,10 @@ def compare(model, hidden, prompts, actions, names=None, truth=None):
     """{name: Difference} of every representation, {name: (N, H) hidden states of the model}, to
     single calls of `truth`, by default the model itself. With another truth, a more precise one,
     the model's own single calls are compared, too, and the others judged by them."""
-    truth, head = truth or model, model.get_output_embeddings()
-    columns, places, max_logit, start = defaultdict(list), [], 0.0, 0
+    truth = truth or model
+    head = model.get_output_embeddings()
+    columns, places = defaultdict(list), []
+    max_logit, start = 0.0, 0
     for c, prompt in enumerate(tqdm(prompts, desc="single calls", leave=False)):
         logits = independent_logits(truth, prompt, actions[c])  # (len(a), V)
         own = None if truth is model else independent_logits(model, prompt, actions[c])
@@ -152,14 +155,16 @@ def compare(model, hidden, prompts, actions, names=None, truth=None):
         name = names[c] if names else f"call {c}"
         places += [f"{name}, token {k}" for k in range(len(logits))]
         for k in range(0, len(logits), ROWS):
-            right, ids = logits[k : k + ROWS], torch.tensor(actions[c][k : k + ROWS])
+            right = logits[k : k + ROWS]  # (rows, V)
+            ids = torch.tensor(actions[c][k : k + ROWS])
             for representation, states in hidden.items():
                 found = head(states[start : start + len(right)])  # (rows, V)
                 columns[representation].append(_differences(found, right, ids))
             if own is not None:
                 columns["single calls"].append(_differences(own[k : k + ROWS], right, ids))
             start += len(right)
-    eps, found = TOLERANCE.get(model.dtype, 0.0) * max_logit, {}
+    eps = TOLERANCE.get(model.dtype, 0.0) * max_logit
+    found = {}
     for name, parts in columns.items():
         found[name] = Difference(*torch.cat(parts, dim=1), places, max_logit, eps)
     single = found.get("single calls")
@@ -177,29 +182,31 @@ def _differences(found, right, ids):
     return torch.stack([off.abs().amax(-1), logratio, kl, gap]).cpu()
 
 
-# ---- Figure 3b, and the command ------------------------------------------------------------------
 def corrupted(packs):
     """Figure 3b, the actions fixed: all earlier tokens visible, running positions, and both."""
     wrong = {"visibility only": [], "positions only": [], "both": []}
     for packed in packs:
         all_visible = torch.full_like(packed.subtree_end, len(packed.subtree_end))
         running = torch.arange(len(packed.position_ids), device=packed.position_ids.device)
-        wrong["visibility only"].append(replace(packed, subtree_end=all_visible))
+        visible = replace(packed, subtree_end=all_visible)
+        wrong["visibility only"].append(visible)
         wrong["positions only"].append(replace(packed, position_ids=running))
-        wrong["both"].append(replace(packed, subtree_end=all_visible, position_ids=running))
+        wrong["both"].append(replace(visible, position_ids=running))
     return wrong
 
 
 def demo():
     """Eq. 5 and Figure 3b on a random model, with a trajectory of four invented calls."""
     torch.manual_seed(0)
-    tokenizer, rng = train_tokenizer(["a b c"], 300), random.Random(0)
+    rng = random.Random(0)
+    tokenizer = train_tokenizer(["a b c"], 300)
     model = toy_model(tokenizer, 128, 3, attention="packed", scale=0.05).eval()
 
     def ids(n):
         return [rng.randrange(len(tokenizer)) for _ in range(n)]
 
-    q, x, prompts, actions = ids(30), [], [], []
+    q, x = ids(30), []
+    prompts, actions = [], []
     for _ in range(4):
         prompts.append(q + x)
         actions.append(ids(20))
@@ -237,7 +244,8 @@ def main():
         found = demo()
     else:
         try:
-            _, model = load(args.model, args.device, "packed", getattr(torch, args.dtype))
+            dtype = getattr(torch, args.dtype)
+            _, model = load(args.model, args.device, "packed", dtype)
             trajectories = load_trajectories(args.trajectories)
             if not trajectories:
                 raise ValueError(f"{args.trajectories}: no trajectories in it")

@@ -30,7 +30,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Llam
 from transformers import PreTrainedTokenizerFast
 
 
-# ---- records -------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Call:
     """One model call, as it happened. Raises ValueError for what cannot be a record of one."""
@@ -105,8 +104,7 @@ def rollout(sample, tokenizer, envs, update, max_prompt_len=None, progress=None)
     sample(prompts, rows) -> ids, logprobs: `generate` bound to a model, or any engine; rows says
     which environments the prompts are from. An environment has task.id, prompt() (the text of q)
     and step(response) -> (observation, reward, done), its class perhaps step_all(envs, responses)
-    for many at once. update: U. Raises ValueError for a prompt over max_prompt_len: nothing is
-    cut."""
+    for many at once. update: U. A prompt over max_prompt_len is a ValueError: nothing is cut."""
     if not envs:
         raise ValueError("rollout needs at least one environment: the task list is empty")
     prefixes = [encode_prompt(tokenizer, env.prompt()) for env in envs]
@@ -222,16 +220,19 @@ def generate(model, prompts, max_new_tokens, temperature=1.0, stop=None, generat
     if not prompts or not all(prompts) or max_new_tokens < 1:
         raise ValueError("generate needs at least one prompt, no empty one, and room for a token")
     device, training = model.device, model.training
-    noise = []
-    for generator in generators or [None] * len(prompts):
-        noise.append(torch.rand(max_new_tokens, dtype=torch.float64, generator=generator))
+    size = {"size": (max_new_tokens,), "dtype": torch.float64}
+    noise = [torch.rand(**size, generator=g) for g in generators or [None] * len(prompts)]
     noise = torch.stack(noise).to(device)  # (B, max_new_tokens)
     ids, logprobs = [[] for _ in prompts], [[] for _ in prompts]
     live = list(range(len(prompts)))
     model.eval()
     try:
         cache, shared = _read_common_prefix(model, prompts)
-        input_ids, mask = _left_padded(prompts, shared, device)
+        rows = [torch.tensor(prompt[shared:], device=device) for prompt in prompts]
+        left = {"batch_first": True, "padding_side": "left"}
+        input_ids = pad_sequence(rows, **left)  # (B, L - shared)
+        mask = pad_sequence([torch.ones_like(row) for row in rows], **left)
+        mask = F.pad(mask, (shared, 0), value=1)  # (B, L)
         for step in range(max_new_tokens):
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
             logits = _forward(model, cache, input_ids, attention_mask=mask, position_ids=positions)
@@ -282,14 +283,6 @@ def _read_common_prefix(model, prompts):
     return cache, shared
 
 
-def _left_padded(prompts, shared, device):
-    """What follows the shared tokens, (B, L - shared), and the mask with them, (B, L)."""
-    rows = [torch.tensor(prompt[shared:], device=device) for prompt in prompts]
-    settings = {"batch_first": True, "padding_side": "left"}
-    mask = pad_sequence([torch.ones_like(row) for row in rows], **settings)
-    return pad_sequence(rows, **settings), F.pad(mask, (shared, 0), value=1)
-
-
 def task_generators(seed, step, task_ids):
     """One source of noise per task, from (seed, step, task), whatever its batch and device are."""
     generators = []
@@ -323,7 +316,6 @@ def scripted(respond, tokenizer, envs):
     return sample
 
 
-# ---- models and tokenizers -----------------------------------------------------------------------
 def load(path, device, attention="sdpa", dtype="auto"):
     """(tokenizer, causal model in eval mode) of a folder or hub name; ValueError if none."""
     settings = {"attn_implementation": attention, "dtype": dtype}
@@ -474,7 +466,6 @@ def format_trajectory(trajectory, tokenizer):
     return "\n".join(lines)
 
 
-# ---- demo ----------------------------------------------------------------------------------------
 class _Diary:
     """A task of four turns: the agent notes a letter and looks up its number."""
 

@@ -1,12 +1,12 @@
 """MemOPD (arXiv 2608.07068): PPO on the task reward plus full-vocabulary reverse KL to a frozen
 teacher, every token scored in the exact state in which it was sampled.
 
-    python train.py                       # the preset `tiny`: an invented encyclopedia, to the end
-    python train.py --distill history     # the control of Figure 3a: the teacher reads a flat
-    history python train.py --distill none        # PPO alone python train.py --questions Q.jsonl
-    --corpus INDEX --student NAME --teacher NAME   # real ones python train.py --stage sft
-    --sft_data TURNS.jsonl --student NAME                  # SFT before it torchrun
-    --nproc-per-node=4 train.py --preset 3b ...                               # four GPUs
+    python train.py                      # the preset `tiny`, an invented encyclopedia, to the end
+    python train.py --distill history    # the control of Figure 3a: the teacher reads the history
+    python train.py --distill none       # PPO alone
+    python train.py --questions Q.jsonl --corpus INDEX --student NAME --teacher NAME   # real ones
+    python train.py --stage sft --sft_data TURNS.jsonl --student NAME                  # before that
+    torchrun --nproc-per-node=4 train.py --preset 3b ...                               # four GPUs
 
 What the paper does not state, and we chose (MEM1's values where it has them; all are flags):
  1. Advantages are whitened over the batch's action tokens; Eq. 10 says nothing about it.
@@ -85,7 +85,6 @@ class Config:
     dtype: Literal["float32", "bfloat16"] = flag("bfloat16", "of computing, not of what is trained")
     gradient_checkpointing: bool = flag(True, "keep one hidden state per layer, recompute the rest")
     offload: bool = flag(False, "reference and teacher are on the device only while they score")
-    # models, as folders or hub names, and data
     student: str = flag("", "pi_theta at first; empty: SFT on the toy (Section 3.2)")
     teacher: str = flag("", "pi_T; empty: SFT on the toy")
     reference: str = flag("", "pi_ref; empty: the student")
@@ -95,7 +94,6 @@ class Config:
     corpus: str = flag("", "passages: an index of env.py, a JSONL, or a retrieval server's URL")
     top_k: int = flag(3, "passages of a search (Search-R1: 3)")
     max_obs: int = flag(1000, "tokens of an observation at most, in whole passages (MEM1: 1000)")
-    # a step: roll out, pack, update
     steps: int = flag(500, "updates of pi_old (MEM1: 500)")
     tasks_per_step: int = flag(128, "tasks that are rolled out in a step (MEM1: 128)")
     horizon: int = flag(2, "questions per training task (Section 4.1: trained on Q2 only)")
@@ -106,9 +104,7 @@ class Config:
     max_len: int = flag(4096, "tokens of one call at most; never cut, but refused (Section 3.3)")
     share: Literal["tree", "q"] = flag("tree", "stored once: every common prefix, or q (Eq. 4)")
     max_tokens: int = flag(16384, "tokens of one pack, the micro-batch; no result depends on it")
-    distill: Literal["aligned", "history", "none"] = flag(
-        "aligned", "what the teacher reads: aligned = MemOPD, history = Figure 3a, none = PPO"
-    )
+    distill: Literal["aligned", "history", "none"] = flag("aligned", "MemOPD, Figure 3a, or PPO")
     distill_coef: float = flag(0.02, "lambda of Eq. 11 (Section 4.1: 0.02)")
     entropy_coef: float = flag(0.001, "alpha of Eq. 11 (not in the paper; MEM1: .001)")
     kl_coef: float = flag(0.001, "beta of Eq. 8 (not in the paper; MEM1: .001)")
@@ -123,7 +119,6 @@ class Config:
     max_grad_norm: float = flag(1.0, "gradient clip of both (not in the paper; MEM1: 1)")
     horizons: list[int] = flag([2, 8, 16], "questions per task in the last table (Section 4.1)")
     eval_questions: int = flag(640, "held-out questions per horizon and model; 0: no table")
-    # SFT on recorded episodes, and the toy's warm start
     sft_data: str = flag("", "episodes of eval.py --keep_correct (Section 4.1: 20,036 examples)")
     sft_epochs: int = flag(1, "passes over them (Section 4.1: 1)")
     sft_lr: float = flag(1e-5, "learning rate of SFT, with warm-up and decay (not in the paper)")
@@ -140,7 +135,8 @@ class Config:
 def train(config: Config) -> None:
     """Warm start or load, then the loop, then the table. Results are on disk as soon as known."""
     torch.manual_seed(config.seed)
-    tasks, run = open_data(config), open_run(config)
+    tasks = open_data(config)
+    run = open_run(config)
     if not config.student:
         if rank() == 0 and not (run / "teacher").exists():  # a resumed run may have it already
             warm_start(config, run)
@@ -153,7 +149,7 @@ def train(config: Config) -> None:
     shown = task_to_learn(models, tasks, config)
     print_episode(shown, "before training", models, config)
 
-    for step in progress(range(done, config.steps), f"{config.distill}, Q{config.horizon}", done):
+    for step in progress(done, config.steps, f"{config.distill}, Q{config.horizon}"):
         cost = {}  # seconds of each paragraph, and on CUDA its peak memory
 
         # 1. Roll out (Section 3.2, Eq. 1): the student acts with compact memory.
@@ -209,9 +205,11 @@ class Models:
 
 def roll_out(models, tasks, step, config):
     """Eq. 1 on (task, retriever) pairs. Noise depends on seed, step and task, not on the batch."""
-    envs, tokenizer = make_envs(tasks, models.tokenizer, config), models.tokenizer
+    tokenizer = models.tokenizer
+    envs = make_envs(tasks, tokenizer, config)
     noise = task_generators(config.seed, step, [env.task.id for env in envs])
-    stop, T = stop_on(tokenizer, STOP), config.temperature
+    stop = stop_on(tokenizer, STOP)
+    T = config.temperature
 
     def sample(prompts, rows):
         generators = [noise[row] for row in rows]
@@ -253,10 +251,6 @@ def score(models, packs, teacher_packs, config):
     return logp_old, logp_ref, values, teacher_hidden
 
 
-# p99 of |log-prob at sampling - log-prob of the packed forward| that rounding explains
-MISMATCH = {"float32": 1e-3, "bfloat16": 0.5}
-
-
 def audit(models, trajectories, logp_old, step, config):
     """Eq. 5 in the loop: |recorded log-prob - that of the packed forward|, p99 and maximum; at
     first also RCE itself, on a few tasks. Raises ValueError where it is more than rounding."""
@@ -270,7 +264,8 @@ def audit(models, trajectories, logp_old, step, config):
     recorded = [x for t in trajectories for call in t.calls for x in call.logprobs]
     off = (logp_old - torch.tensor(recorded).to(logp_old)).abs()
     off = torch.cat(gather(off.cpu()))  # of all ranks
-    p99, limit = off.quantile(0.99).item(), MISMATCH[config.dtype]
+    p99 = off.quantile(0.99).item()
+    limit = {"float32": 1e-3, "bfloat16": 0.5}[config.dtype]  # what rounding explains
     if not p99 <= limit and not config.allow_mismatch:
         problem = f"step {step}: logp_mismatch p99 {p99:.1e} is over {limit:g}"
         advice = "--allow_mismatch continues all the same"
@@ -281,7 +276,8 @@ def audit(models, trajectories, logp_old, step, config):
 def advantages_of(trajectories, logp_old, logp_ref, values, config):
     """Eq. 8 and 9: advantages and returns, (N,) each. The reward of a call stands on its last
     action token, and a trajectory ends with the last token of its last call."""
-    rewards, last = torch.zeros_like(logp_old), torch.zeros_like(logp_old, dtype=torch.bool)
+    rewards = torch.zeros_like(logp_old)
+    last = torch.zeros_like(logp_old, dtype=torch.bool)
     end = -1
     for trajectory in trajectories:
         for call in trajectory.calls:
@@ -315,12 +311,15 @@ class Batch:
 def update_policy(models, packs, batch, config, step=0):
     """Eq. 7, 10, 11 and the value loss: `ppo_epochs` updates, and the last one's metrics. Sums are
     divided by the N of the whole batch, so that max_tokens, share and ranks change nothing."""
-    N, metrics = sum(gather(len(batch.logp_old))), {}
+    N = sum(gather(len(batch.logp_old)))
+    metrics = {}
     for epoch in range(config.ppo_epochs):
-        sums, max_logratio, start = Counter(), 0.0, 0
+        sums, max_logratio = Counter(), 0.0
+        start = 0
         for packed in packs:
             rows = slice(start, start + len(packed.action_ids))
-            part, start = batch[rows], rows.stop
+            start = rows.stop
+            part = batch[rows]
             objective = actor_objective(packed, part, models.teacher_head, N, config)
             loss, found = loss_of(models.student, packed, config.temperature, objective)
             backward(loss)
@@ -350,8 +349,10 @@ def actor_objective(packed, batch, teacher_head, N, config):
     """Eq. 11 as a function of a few tokens' logits, for `losses.chunked_loss`."""
 
     def objective(logits, rows):  # (n, V), and which tokens of the pack they are
-        now, T, clip = batch[rows], config.temperature, config.clip_coef
-        logp, entropy = losses.log_prob(logits, packed.action_ids[rows]), losses.entropy(logits)
+        now = batch[rows]
+        T, clip = config.temperature, config.clip_coef
+        logp = losses.log_prob(logits, packed.action_ids[rows])
+        entropy = losses.entropy(logits)
         ppo, approx_kl, clipfrac = losses.ppo_loss(logp, now.logp_old, now.advantages, clip)
         kl = torch.zeros_like(logp)
         if now.teacher_hidden is not None:
@@ -367,8 +368,7 @@ def actor_objective(packed, batch, teacher_head, N, config):
 # ---- plumbing: read last -------------------------------------------------------------------------
 def warm_start(config, run):
     """SFT on the toy makes both models: the teacher in `sft_steps`, and the student as a branch
-    that leaves it after `sft_student`, for `sft_anneal` more in which its learning rate falls to
-    0."""
+    that leaves it after `sft_student`, for `sft_anneal` more with a falling learning rate."""
     tokenizer = train_tokenizer(toy_texts(), config.vocab_size)
     model = toy_model(tokenizer, config.hidden_size, config.layers, "packed").to(config.device)
     layers = set(model.base_model.layers.parameters())
@@ -383,7 +383,8 @@ def warm_start(config, run):
     def sft_update(step, rate, name):
         """One update, on turn-level examples of the expert's episodes."""
         longest = sft_longest(step / config.sft_steps, config.sft_horizon)
-        rng, envs, n = random.Random(f"{config.seed} {step}"), [], 0
+        rng = random.Random(f"{config.seed} {step}")
+        envs, n = [], 0
         while n < config.sft_questions:
             k = rng.randint(1, longest)
             envs += toy_envs(f"sft-{config.seed}-{len(envs)}", 1, k, seed=step)
@@ -439,17 +440,19 @@ def sft(config):
     torch.manual_seed(config.seed)
     tokenizer, student = load_model(config.student, config)
     trajectories = replay(config.sft_data, tokenizer, update_rules(tokenizer)[config.update])
-    run, n, batches = open_run(config), config.tasks_per_step, []
+    run = open_run(config)
+    n, batches = config.tasks_per_step, []
     for epoch in range(config.sft_epochs):
         order = random.Random(f"{config.seed} {epoch}").sample(trajectories, len(trajectories))
         batches += [order[i : i + n] for i in range(0, len(order), n)]
     trained = {"student": trainable(student, config.sft_lr, config)}
     student, optimizer = trained["student"]
     done = resume(run, trained)
-    for step in progress(range(done, len(batches)), "SFT", done):
+    for step in progress(done, len(batches), "SFT"):
         optimizer.param_groups[0]["lr"] = config.sft_lr * sft_rate(step / len(batches))
         packs = pack_calls(batches[step][rank() :: world()], config)
-        N, total = sum(gather(sum(len(packed.action_ids) for packed in packs))), 0.0
+        N = sum(gather(sum(len(packed.action_ids) for packed in packs)))
+        total = 0.0
         for packed in packs:
             loss = sft_loss(student, packed, N)
             backward(loss)
@@ -478,7 +481,8 @@ def open_data(config):
         return toy
     train = [task for path in config.questions for task in load_questions(path)]
     test = [task for path in config.test_questions for task in load_questions(path)]
-    retriever, known = open_retriever(config.corpus), {task.questions for task in train}
+    retriever = open_retriever(config.corpus)
+    known = {task.questions for task in train}
     for task in test:
         if task.questions in known:
             problem = f"held-out question {task.id} is a training question too"
@@ -511,7 +515,8 @@ def make_envs(tasks, tokenizer, config):
 
 def run_episodes(model, tasks, models, config, title=None):
     """Greedy episodes of one of the models: environments, means of METRICS, trajectories."""
-    envs, tokenizer = make_envs(tasks, models.tokenizer, config), models.tokenizer
+    tokenizer = models.tokenizer
+    envs = make_envs(tasks, tokenizer, config)
     settings = (config.update, config.max_new_tokens, config.max_len)
     title = title if rank() == 0 else None
     with on_device(model, config), unsharded(model):
@@ -591,7 +596,11 @@ def load_models(config):
     teacher = teacher_head = None
     if config.distill != "none":
         teacher = frozen(config.teacher, tokenizer, config)
-        teacher_head = full_tensor(head(teacher)).detach().to(config.device, copy=True)
+        teacher_head = (
+            full_tensor(teacher.get_output_embeddings().weight)
+            .detach()
+            .to(config.device, copy=True)
+        )
     student, adam = trainable(student, config.actor_lr, config)
     critic, critic_adam = trainable(critic, config.critic_lr, config)
     trained = {"student": (student, adam), "critic": (critic, critic_adam)}
@@ -640,11 +649,6 @@ def make_critic(student):
     return critic.eval()
 
 
-def head(model):
-    """(V, H)."""
-    return model.get_output_embeddings().weight
-
-
 def as_forward(function):
     """function(model, ...) as one forward of FSDP, in which body and head have whole weights."""
 
@@ -664,19 +668,24 @@ hidden_of = as_forward(action_hidden)
 def log_prob_of(model, packed, temperature):
     """log pi(a) of every action token of a pack, (N,), without gradient."""
     hidden = action_hidden(model, packed)
-    return losses.chunked_log_prob(hidden, head(model), packed.action_ids, temperature)
+    return losses.chunked_log_prob(
+        hidden, model.get_output_embeddings().weight, packed.action_ids, temperature
+    )
 
 
 @as_forward
 def loss_of(model, packed, temperature, objective):
     """`losses.chunked_loss` over the action tokens of a pack: the scalar, and (N,) metrics."""
-    return losses.chunked_loss(objective, action_hidden(model, packed), head(model), temperature)
+    return losses.chunked_loss(
+        objective, action_hidden(model, packed), model.get_output_embeddings().weight, temperature
+    )
 
 
 @as_forward
 def values_of(critic, packed):
     """V of Eq. 9 at g(t,k), where the token is predicted, (N,), in at least float32."""
-    hidden, score = action_hidden(critic, packed), critic.score
+    hidden = action_hidden(critic, packed)
+    score = critic.score
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     values = F.linear(hidden.to(dtype), score.weight.to(dtype), score.bias.to(dtype))  # (N, 1)
     return values[:, 0].clone()  # FSDP wants no view
@@ -732,7 +741,6 @@ def rank():
 
 
 def world():
-    """How many ranks there are."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
@@ -807,14 +815,13 @@ STEP_LINE = (
 
 
 def print0(text):
-    """One rank speaks."""
     if rank() == 0:
         tqdm.write(text)
 
 
-def progress(steps, title, done):
+def progress(done, total, title):
     """The steps that are left, with a bar over all of them."""
-    return tqdm(steps, title, initial=done, total=done + len(steps), disable=rank() != 0)
+    return tqdm(range(done, total), title, initial=done, total=total, disable=rank() != 0)
 
 
 @contextmanager
@@ -879,7 +886,8 @@ def resume(run, trained):
     """Load the newest checkpoint, if any, and cut the metrics after it: how many steps are done."""
     done, kept, file = 0, [], run / "metrics.jsonl"
     if checkpoints(run):
-        newest, state = checkpoints(run)[-1], training_state(trained)
+        newest = checkpoints(run)[-1]
+        state = training_state(trained)
         dcp.load(state, checkpoint_id=str(newest), no_dist=not dist.is_initialized())
         for name, (model, optimizer) in trained.items():
             weights, moments = state[name], state[f"{name}_optimizer"]
@@ -921,8 +929,7 @@ def open_run(config):
     run = Path(config.run_dir)
     if rank() == 0:
         if run.exists() and not (config.resume and (run / "config.json").exists()):
-            advice = "choose another folder with --run_dir, or remove it"
-            raise ValueError(f"{run} exists already; {advice}")
+            raise ValueError(f"{run} exists already; remove it, or give another --run_dir")
         run.mkdir(parents=True, exist_ok=True)
         for unfinished in run.rglob(".saving-*"):
             shutil.rmtree(unfinished)

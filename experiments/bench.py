@@ -401,14 +401,16 @@ def sampling_rows(model, prompts, max_new_tokens: int, rounds: int) -> Iterator[
 def recall(retriever, hotpotqa: str | Path) -> str:
     """How many of the passages that HotpotQA's own JSON names for a question are among the first 3
     and 10 that the question finds, and the time of a query."""
-    found, seconds = {3: [], 10: []}, []
-    for _, record in json_records(str(hotpotqa)):
+
+    def read(record):
         if "supporting_facts" not in record:
-            needed = "recall needs HotpotQA's own JSON, with supporting_facts"
-            raise ValueError(f"{hotpotqa}: {needed}")
-        gold = {title for title, _ in record["supporting_facts"]}
+            raise ValueError("recall needs HotpotQA's own JSON, with supporting_facts")
+        return record["question"], {title for title, _ in record["supporting_facts"]}
+
+    found, seconds = {3: [], 10: []}, []
+    for question, gold in json_records(hotpotqa, read):
         start = time.perf_counter()
-        (passages,) = retriever.search([record["question"]], 10)
+        (passages,) = retriever.search([question], 10)
         seconds.append(time.perf_counter() - start)
         titles = [passage.title for passage in passages]
         for k in found:

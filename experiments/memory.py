@@ -88,17 +88,16 @@ def estimate(config: Config, devices: int) -> list[tuple[str, str, float]]:
     prompts_in_layer = tasks * longest_prompt * (3 * student.I + 5 * student.H)
     pack_in_layer = b * S * (3 * widest.I + 5 * widest.H)
     chunk = 4 * student.V * min(S, max(64, 2**23 // student.V))  # logits in float32
+    logits = 3 * chunk + b * S * widest.H
     # for backward a layer keeps 4 I of the MLP and 11 H of norms, attention and residuals; the
     # backward itself adds 3 I
     kept_per_layer = 4 * student.I + 11 * student.H
     if config.gradient_checkpointing:
         kept_per_layer = student.H
     layer_backward = b * S * (7 * student.I + 11 * student.H)
-    # chunked_loss sums the head's gradient in float32: with a chunk's part of it and what the loss
-    # makes of the chunk's logits, and in the backward with a scaled copy
-    head = student.H * student.V
-    head_forward = 10 * chunk + (4 + b) * head
-    head_backward = (8 + fsdp * b) * head
+    # chunked_loss sums the head's gradient in float32; next to it stand a chunk's part of it, and
+    # what the loss makes of the chunk's logits
+    head_backward = 11 * chunk + (4 + b) * student.H * student.V
 
     unreduced = fsdp * (b + 4) * (student.rest + student.layer)
     return [
@@ -110,12 +109,12 @@ def estimate(config: Config, devices: int) -> list[tuple[str, str, float]]:
         ("all prompts in one layer", "r", b * prompts_in_layer),
         ("logits and probabilities of the next tokens", "r", 28 * tasks * student.V),
         ("the teacher's hidden states and head", "u", taught * b * teacher.H * (N + teacher.V)),
-        ("a pack in one layer, or a chunk of the vocabulary", "s", max(pack_in_layer, 3 * chunk)),
+        ("a pack in one layer, or a chunk of the vocabulary", "s", max(pack_in_layer, logits)),
         ("a pack: what all layers keep for backward", "u", b * S * student.L * kept_per_layer),
         (
             "a pack: one layer, or a chunk of the vocabulary, with gradients",
             "u",
-            max(layer_backward, head_forward, head_backward),
+            max(layer_backward, head_backward),
         ),
         (
             "embedding, head and two layers, whole",

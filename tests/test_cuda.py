@@ -7,14 +7,24 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from conftest import FAST, command
-from losses import action_scores
+from experiments.audit import audit
+from experiments.memory import estimate
+from losses import chunked_loss, entropy, head_logits, log_prob, reverse_kl
 from pack import action_hidden, pack
-from rce import audit, rce
+from rce import rce
+from rollout import call_ids
 from test_rce import RULES, TOKENIZER, trajectories
 from tiny import random_calls, tiny
-from train import estimate, parse_config
+from train import parse_config
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def large_gpu():
+    """Whether the models of the preset 3b fit."""
+    if not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_properties(0).total_memory >= 130e9
 
 
 @pytest.fixture(autouse=True)
@@ -23,82 +33,104 @@ def exact_float32(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
 
 
+def model_for_flex(kind="qwen2", **changes):
+    """Head width 64, the kernel's smallest comfortable one."""
+    return tiny(kind, hidden_size=256, initializer_range=0.1, **changes).cuda()
+
+
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
 @pytest.mark.parametrize("tasks", [3, 60])
 def test_flex_forward_and_backward_against_the_dense_mask(kind, tasks):
-    """Hidden states and every parameter's gradient, in one tile and over many, head width 64 (the kernel's
-    smallest comfortable one)."""
+    """Hidden states and every parameter's gradient, in one tile and over many."""
     prompts, actions, _ = random_calls(tasks=tasks)
     packed, results = pack(prompts, actions), {}
     for backend in ("flex", "dense"):
-        model = tiny(kind, hidden_size=256, initializer_range=0.1).cuda()
+        model = model_for_flex(kind)
         hidden = action_hidden(model, packed, backend)
         (hidden**2).sum().backward()
-        results[backend] = [hidden.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        results[backend] = [hidden.detach(), *gradients]
     for a, b in zip(*results.values(), strict=True):
         assert (a - b).norm() <= 1e-4 * b.norm()
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_rce_on_cuda(rule):
-    found = rce(
-        tiny(vocab_size=len(TOKENIZER), hidden_size=256, initializer_range=0.1).cuda(), trajectories(rule)
-    )
+    prompts, actions, _ = call_ids(trajectories(rule))
+    found = rce(model_for_flex(vocab_size=len(TOKENIZER)), prompts, actions)
     assert found.dlogit.max() <= 1e-4 * found.max_logit, str(found)
 
 
 def test_bfloat16_on_cuda_is_as_near_the_truth_as_single_calls():
-    model = tiny(vocab_size=len(TOKENIZER), hidden_size=256, initializer_range=0.1).to("cuda", torch.bfloat16)
+    model = model_for_flex(vocab_size=len(TOKENIZER)).to(torch.bfloat16)
     report = audit(model, {"mem1": trajectories("mem1")})
     assert report["holds"], report["failures"]
 
 
-def test_action_scores_fit_a_real_vocabulary():
-    """12,083 tokens (the paper's audit) at V = 151,936 in bfloat16: far below one (N, V) tensor, which has 3.4 GiB."""
+def test_the_losses_fit_a_real_vocabulary():
+    """12,083 tokens (the paper's audit) at V = 151,936 in bfloat16: far below one (N, V) tensor,
+    which has 3.4 GiB."""
     N, H, V = 12_083, 2048, 151_936
-    hidden, teacher_hidden = torch.randn(2, N, H, device="cuda", dtype=torch.bfloat16)
-    head = (0.02 * torch.randn(V, H, device="cuda", dtype=torch.bfloat16)).requires_grad_()
+    settings = {"device": "cuda", "dtype": torch.bfloat16}
+    hidden, teacher_hidden = torch.randn(2, N, H, **settings)
+    hidden.requires_grad_()
+    head = (0.02 * torch.randn(V, H, **settings)).requires_grad_()
+    teacher_head, ids = head.detach(), torch.randint(V, (N,), device="cuda")
+
+    def loss(logits, rows):
+        teacher_logits = head_logits(teacher_hidden[rows], teacher_head)
+        kl = reverse_kl(logits, teacher_logits)
+        total = log_prob(logits, ids[rows]) + entropy(logits) + kl
+        return total.sum() / N, {"kl": kl}
+
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    ids = torch.randint(V, (N,), device="cuda")
-    sum(
-        x.mean() for x in action_scores(hidden.requires_grad_(), head, ids, teacher_hidden, head.detach())
-    ).backward()
-    assert torch.cuda.max_memory_allocated() - before < 3.4 * 2**30 and head.grad.isfinite().all()
+    total, metrics = chunked_loss(loss, hidden, head)
+    total.backward()
+    assert torch.cuda.max_memory_allocated() - before < 3.4 * 2**30
+    assert head.grad.isfinite().all() and len(metrics["kl"]) == N
 
 
 def test_train_on_cuda(tmp_path):
-    out = command(*FAST, "--device", "cuda", "--run_dir", "r", "--hidden_size", "128", cwd=tmp_path)
+    args = [*FAST, "--device", "cuda", "--run_dir", "r", "--hidden_size", "128"]
+    out = command(*args, cwd=tmp_path)
     assert out.returncode == 0 and "| Q2 | student |" in out.stdout, out.stderr
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_properties(0).total_memory < 130e9,
-    reason="needs 130 GB of GPU memory",
-)
+SHAPES = {  # Qwen2.5's of 3B and 7B
+    "student": {
+        "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 11_008,
+        "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "teacher": {
+        "vocab_size": 152_064, "hidden_size": 3584, "intermediate_size": 18_944,
+        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not large_gpu(), reason="needs 130 GB of GPU memory")
 def test_one_step_of_3b(tmp_path):
-    """Qwen2.5's shapes of 3B and 7B with random weights: roll out 16 short tasks, score, update; no phase needs more
-    than the estimate. Prints seconds and GiB by phase."""
-    for name, shape in (
-        ("student", (151_936, 2048, 11_008, 36, 16, 2)),
-        ("teacher", (152_064, 3584, 18_944, 28, 28, 4)),
-    ):
-        keys = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
-        config = Qwen2Config(**dict(zip(keys.split(), shape)), tie_word_embeddings=name == "student")
+    """Random weights in the shapes of 3B and 7B: roll out 16 short tasks, score, update; no phase
+    needs more than the estimate. Prints seconds and GiB by phase."""
+    for name, shape in SHAPES.items():
         with torch.device("cuda"):
-            AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / name)
+            model = AutoModelForCausalLM.from_config(Qwen2Config(**shape), dtype=torch.bfloat16)
+        model.save_pretrained(tmp_path / name)
         TOKENIZER.save_pretrained(tmp_path / name)
+        del model
         torch.cuda.empty_cache()
-    args = ["--preset", "3b", "--student", str(tmp_path / "student"), "--teacher", str(tmp_path / "teacher")]
-    args += "--offload --steps 1 --tasks_per_step 16 --max_new_tokens 128 --eval_questions 0".split()
-    out = command(*args, "--run_dir", str(tmp_path / "run"), cwd=tmp_path)
+    args = ["--preset", "3b", "--run_dir", str(tmp_path / "run")]
+    args += ["--student", str(tmp_path / "student"), "--teacher", str(tmp_path / "teacher")]
+    args += "--offload --steps 1 --tasks_per_step 16 --max_new_tokens 128".split()
+    args += ["--eval_questions", "0"]
+    out = command(*args, cwd=tmp_path)
     assert out.returncode == 0, out.stderr
     cost = json.loads((tmp_path / "run/metrics.jsonl").read_text())
     print({name: round(x, 2) for name, x in cost.items() if name.startswith(("seconds", "gib"))})
-    for phase, names in (
-        ("r", ["rollout"]),
-        ("s", ["score_teacher"]),
-        ("u", ["update_student", "update_critic"]),
-    ):
-        most = sum(x for _, phases, x in estimate(parse_config(args), 1) if phase in phases) / 2**30
-        assert max(cost[f"gib_{name}"] for name in names) <= most, phase
+    parts = estimate(parse_config(args), 1)
+    for letter, phase in (("r", "rollout"), ("s", "score"), ("u", "update")):
+        most = sum(x for _, phases, x in parts if letter in phases) / 2**30
+        assert cost[f"gib_{phase}"] <= most, phase

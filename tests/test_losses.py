@@ -254,7 +254,6 @@ def test_the_head_gradient_of_bfloat16_models_is_summed_in_float32():
     in_float32 = head_gradient([slice(0, 512)])
     in_bfloat16 = head_gradient([slice(i, i + 4) for i in range(0, 512, 4)])
     ours, theirs = ((g - exact.grad).norm() / exact.grad.norm() for g in (in_float32, in_bfloat16))
-    print(ours, theirs)
     assert ours < 2**-8 and theirs > 3 * ours
 
 
@@ -360,5 +359,5 @@ def test_editing_reverse_kl_changes_training(direction, monkeypatch):
     found = torch.cat([x.grad.flatten() for x in student.parameters()])
     for name, gradient in expected.items():
         distance = (found - gradient).norm() / gradient.norm()
-        print(direction, name, distance)
-        assert distance < 1e-9 if name == direction else distance > 0.1, name
+        # transformers computes norms in float32, whatever the model's precision is
+        assert distance < 1e-6 if name == direction else distance > 0.1, name

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from experiments import memory
 from experiments.memory import estimate, memory_table, model_sizes
@@ -22,7 +22,6 @@ from train import (
     Config,
     Models,
     full_tensor,
-    head,
     hidden_of,
     join,
     log_prob_of,
@@ -35,41 +34,49 @@ from train import (
     values_of,
 )
 
-V = 3000
-WIDE = {
-    "vocab_size": V,
-    "num_hidden_layers": 4,
-    "num_key_value_heads": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 1024,
+# tokens of a pack, vocabulary, hidden size, intermediate size, layers: what needs most memory
+SHAPES = {
+    "layers": (1024, 1000, 256, 1024, 4),
+    "vocabulary": (1280, 20_000, 64, 128, 1),  # logits in three chunks
+    "head": (16, 20_000, 512, 64, 1),
 }
-STUDENT = Qwen2Config(hidden_size=256, tie_word_embeddings=True, **WIDE)
-TEACHER = Qwen2Config(hidden_size=384, tie_word_embeddings=False, **WIDE)
 
 
-def build(config, dtype="float32"):
+def build(path, dtype="float32"):
+    """A random model of the config that lies there."""
     torch.manual_seed(0)
     settings = {"attn_implementation": "packed", "dtype": getattr(torch, dtype)}
+    config = AutoConfig.from_pretrained(path)
     return AutoModelForCausalLM.from_config(config, **settings).eval()
 
 
 @pytest.fixture(params=["float32", "bfloat16"])
-def config(tmp_path, request):
-    """One device; 4 calls in a pack of 4,096 tokens, nearly all of them sampled."""
-    STUDENT.save_pretrained(tmp_path / "student")
-    TEACHER.save_pretrained(tmp_path / "teacher")
-    config = Config(
-        student=str(tmp_path / "student"),
-        teacher=str(tmp_path / "teacher"),
-        device="cpu",
-        dtype=request.param,
-        tasks_per_step=1,
-        horizon=1,
-        max_new_tokens=1023,
-        max_len=1024,
-        max_tokens=4096,
-    )
-    yield join(config)
+def config_of(tmp_path, request):
+    """shape -> Config: one device, and packs of 4 calls, nearly all of whose tokens are sampled."""
+
+    def make(shape):
+        S, V, H, intermediate_size, layers = SHAPES[shape]
+        settings = {"vocab_size": V, "intermediate_size": intermediate_size}
+        settings |= {"num_hidden_layers": layers, "num_attention_heads": 4}
+        for name, size, tied in (("student", H, True), ("teacher", H * 3 // 2, False)):
+            config = Qwen2Config(
+                hidden_size=size, num_key_value_heads=2, tie_word_embeddings=tied, **settings
+            )
+            config.save_pretrained(tmp_path / name)
+        config = Config(
+            student=str(tmp_path / "student"),
+            teacher=str(tmp_path / "teacher"),
+            device="cpu",
+            dtype=request.param,
+            tasks_per_step=1,
+            horizon=1,
+            max_new_tokens=S // 4 - 1,
+            max_len=S // 4,
+            max_tokens=S,
+        )
+        return join(config)
+
+    yield make
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -118,40 +125,47 @@ def expected(config, phase, *without):
     return total
 
 
-def ids(rng, n):
-    return [rng.randrange(V) for _ in range(n)]
-
-
-def full_pack(config):
+def random_pack(tokens):
+    """Four calls, each with a prompt of one token."""
     rng = random.Random(0)
-    prompts = [ids(rng, 1) for _ in range(4)]
-    packed = pack(prompts, [ids(rng, 1023) for _ in range(4)])
-    assert len(packed.input_ids) == config.max_tokens
+
+    def ids(n):
+        return [rng.randrange(1000) for _ in range(n)]
+
+    prompts = [ids(1) for _ in range(4)]
+    packed = pack(prompts, [ids(tokens // 4 - 1) for _ in range(4)], share=0)
+    assert len(packed.input_ids) == tokens
     return packed
 
 
-@pytest.mark.parametrize("checkpointing", [True, False])
-def test_an_update(config, checkpointing):
+@pytest.mark.parametrize(
+    "shape, checkpointing",
+    [("layers", True), ("layers", False), ("vocabulary", True), ("head", True)],
+)
+def test_an_update(config_of, shape, checkpointing):
     """Weights, gradients and moments to the byte; the whole of an update at most a quarter above
-    what is measured, and never below."""
-    config = replace(config, gradient_checkpointing=checkpointing, ppo_epochs=1)
-    packed, student = full_pack(config), build(STUDENT)
+    what is measured, and never below. The second pack meets the gradients of the first."""
+    config = replace(config_of(shape), gradient_checkpointing=checkpointing, ppo_epochs=1)
+    student = build(config.student)
     critic = make_critic(student)
     student, adam = trainable(student, 1e-3, config)
     critic, critic_adam = trainable(critic, 1e-3, config)
-    teacher = shard(build(TEACHER, config.dtype), config)
-    with torch.no_grad():
-        logp, values = log_prob_of(student, packed, 1.0), values_of(critic, packed)
-        hidden, teacher_head = hidden_of(teacher, packed), full_tensor(head(teacher))
+    teacher = shard(build(config.teacher, config.dtype), config)
+    teacher_head = full_tensor(teacher.get_output_embeddings().weight)
     trained = {"student": (student, adam), "critic": (critic, critic_adam)}
     models = Models(None, student, critic, None, teacher, teacher_head, trained)
-    N = len(logp)
-    batch = Batch(logp, values, torch.randn(N), torch.randn(N), hidden)
 
-    def update():
-        update_policy(models, [packed], batch, config)
+    def two_packs(tokens):
+        """The same pack twice, and a batch for them."""
+        packs = [random_pack(tokens)] * 2
+        with torch.no_grad():
+            logp = torch.cat([log_prob_of(student, packed, 1.0) for packed in packs])
+            values = torch.cat([values_of(critic, packed) for packed in packs])
+            hidden = torch.cat([hidden_of(teacher, packed) for packed in packs])
+        N = len(logp)
+        return packs, Batch(logp, values, torch.randn(N), torch.randn(N), hidden)
 
-    update()
+    update_policy(models, *two_packs(8), config)  # makes the moments
     weights = [*student.parameters(), *critic.parameters()]
     states = [*adam.state.values(), *critic_adam.state.values()]
     moments = [state["exp_avg"] for state in states] + [state["exp_avg_sq"] for state in states]
@@ -161,19 +175,27 @@ def test_an_update(config, checkpointing):
     assert parts["student and critic: weights and two moments in float32"] == 3 * size
     assert sum(x.nbytes for x in moments) == 2 * size
     assert parts["their gradients in float32"] == size
-    known = hidden.nbytes + teacher_head.nbytes
+    packs, batch = two_packs(config.max_tokens)
+    hidden = batch.teacher_hidden
+    known = hidden.nbytes / len(packs) + teacher_head.nbytes  # the config is of one pack's calls
     assert parts["the teacher's hidden states and head"] >= known
+
+    def update():
+        update_policy(models, packs, batch, config)
+
     measured = peak(update, *weights, *moments, hidden, teacher_head)
     said = expected(config, "u", "reference", "student and", "the teacher")
+    print(shape, "update", said / measured)
     assert measured <= said <= 1.25 * measured
 
 
-def test_a_rollout(config):
+@pytest.mark.parametrize("shape", ["layers", "vocabulary"])
+def test_a_rollout(config_of, shape):
     """Prompts, KV cache, logits, and with FSDP the student's whole weights."""
-    config = replace(config, tasks_per_step=16, max_len=256, max_new_tokens=16)
-    student, _ = trainable(build(STUDENT), 1e-3, config)
+    config = replace(config_of(shape), tasks_per_step=16, max_len=256, max_new_tokens=16)
+    student, _ = trainable(build(config.student), 1e-3, config)
     rng = random.Random(0)
-    prompts = [ids(rng, 240) for _ in range(16)]
+    prompts = [[rng.randrange(1000) for _ in range(240)] for _ in range(16)]
 
     def sample():
         with unsharded(student):
@@ -181,12 +203,16 @@ def test_a_rollout(config):
 
     measured = peak(sample, *student.parameters())
     said = expected(config, "r", "student and", "reference")
+    print(shape, "rollout", said / measured)
     assert measured <= said <= 1.25 * measured
 
 
-def test_a_score(config):
+@pytest.mark.parametrize("shape", ["layers", "vocabulary"])
+def test_a_score(config_of, shape):
     """The teacher's, the widest."""
-    packed, teacher = full_pack(config), shard(build(TEACHER, config.dtype), config)
+    config = config_of(shape)
+    packed = random_pack(config.max_tokens)
+    teacher = shard(build(config.teacher, config.dtype), config)
 
     def score():
         with torch.no_grad():
@@ -194,6 +220,7 @@ def test_a_score(config):
 
     measured = peak(score, *teacher.parameters())
     said = expected(config, "s", "student and", "reference")
+    print(shape, "score", said / measured)
     assert measured <= said <= 1.25 * measured
 
 
