@@ -189,10 +189,9 @@ def test_an_update(config_of, shape, checkpointing):
     assert measured <= said <= 1.25 * measured
 
 
-@pytest.mark.parametrize("shape", ["layers", "vocabulary"])
-def test_a_rollout(config_of, shape):
+def test_a_rollout(config_of):
     """Prompts, KV cache, logits, and with FSDP the student's whole weights."""
-    config = replace(config_of(shape), tasks_per_step=16, max_len=256, max_new_tokens=16)
+    config = replace(config_of("layers"), tasks_per_step=16, max_len=256, max_new_tokens=16)
     student, _ = trainable(build(config.student), 1e-3, config)
     rng = random.Random(0)
     prompts = [[rng.randrange(1000) for _ in range(240)] for _ in range(16)]
@@ -203,7 +202,7 @@ def test_a_rollout(config_of, shape):
 
     measured = peak(sample, *student.parameters())
     said = expected(config, "r", "student and", "reference")
-    print(shape, "rollout", said / measured)
+    print("rollout", said / measured)
     assert measured <= said <= 1.25 * measured
 
 

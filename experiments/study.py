@@ -1,0 +1,349 @@
+"""Does alignment help? Matched controls and sweeps on the toy (Table 1, Figure 3a).
+
+For every seed one warm start, and from it a run of train.py for every variant (PPO, history,
+aligned; or the values of one flag), with the same teacher, tasks, noise and evaluation; then the
+tables. A finished model is a small file in the folder and is not made again.
+
+    python -m experiments.study --seeds 0 1 2 3 4 --horizons 2 3 4 8 16
+    python -m experiments.study --seeds 100 --sweep distill_coef 0 0.02 1 --actor_lr 1e-4
+    python -m experiments.study --folder experiments/results/study --horizons 2 3 4 8 16
+    python -m experiments.study compare PPO=FOLDER,FOLDER MemOPD=FOLDER,FOLDER
+
+The third makes nothing: it prints the tables of committed results. The last compares groups of runs
+from the records of eval.py --records, a folder per seed. Flags that are not listed go to train.py.
+"""
+
+import argparse
+import json
+import sys
+from contextlib import redirect_stdout
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import mean, stdev
+
+import torch
+from tqdm import tqdm
+
+import train
+from env import toy_envs
+from eval import METRICS, evaluate, markdown, read_records, same_settings
+from experiments.audit import audit_teacher
+from rollout import load, load_trajectories, write
+
+VARIANTS = {
+    "PPO": ["--distill", "none"],
+    "history": ["--distill", "history"],
+    "aligned": ["--distill", "aligned"],
+}
+PAIRS = [
+    ("PPO", "warm start"),
+    ("history", "warm start"),
+    ("aligned", "warm start"),
+    ("history", "PPO"),
+    ("aligned", "PPO"),
+    ("aligned", "history"),
+]
+CURVES = {
+    "reward": "reward of the batch",
+    "teacher_kl": "KL to the teacher (Eq. 7)",
+    "logp_mismatch": "logp_mismatch, p99",
+    "clipfrac": "share of clipped ratios",
+}
+
+
+# ---- the study -----------------------------------------------------------------------------------
+def study(argv):
+    """The lines of all tables; runs what is missing first."""
+    args, flags = parse(argv)
+    variants = VARIANTS
+    if args.sweep:
+        name, *values = args.sweep
+        variants = {f"{name} {value}": [f"--{name}", value] for value in values}
+    settings = {"horizons": args.horizons, "n": args.n, "sweep": args.sweep, "flags": flags}
+    same_settings(args.folder, settings)
+    models = ["warm start", *variants, "teacher"]
+    found, states = {name: [] for name in models}, []
+    bar = tqdm(total=len(args.seeds) * len(models), disable=all_made(args, models))
+    for seed in args.seeds:
+        for name in models:
+            bar.set_description(f"seed {seed}, {name}")
+            found[name].append(result(seed, name, variants, args, flags))
+            bar.update()
+        if not args.sweep:
+            states.append(states_of(seed, args))
+    bar.close()
+    sets = {name: [r["sets"] for r in results] for name, results in found.items()}
+    yield from f1_table(sets)
+    if not args.sweep:
+        for table in (table1(sets), paired(found, args.seeds), mechanism(states)):
+            yield ""
+            yield from table
+    if args.figures:
+        draw(found, args.figures)
+
+
+def parse(argv):
+    """The command line, checked before any run: (its arguments, the flags for train.py)."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="experiments.study", description=__doc__, formatter_class=formatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    add("--folder", type=Path, default=Path("runs/study"), help="for the runs and their results")
+    add("--start", type=Path, help="folder of a study whose warm starts and teachers to use")
+    add("--horizons", type=int, nargs="+", default=[2, 8, 16], help="questions per task")
+    add("--n", type=int, default=640, help="held-out questions per horizon")
+    sweep = "a flag of train.py without its dashes, and values: the variants of a sweep"
+    add("--sweep", nargs="+", metavar="X", help=sweep)
+    add("--figures", type=Path, help="folder for the pictures (needs matplotlib)")
+    args, flags = parser.parse_known_args(argv)
+    if args.sweep and (len(args.sweep) < 2 or args.figures):
+        parser.error("--sweep takes a flag and values, and draws no --figures")
+    ours = {"--seed", "--run_dir", "--stage", "--resume", "--student", "--teacher"}
+    ours |= {"--eval_questions"} if args.sweep else {"--eval_questions", "--distill"}
+    clash = ours & {flag.partition("=")[0] for flag in flags}
+    if clash:
+        source = "study sets this itself, from --seeds, --folder, --start and --sweep"
+        parser.error(f"{' '.join(sorted(clash))}: {source}")
+    if args.figures and not find_spec("matplotlib"):
+        raise ValueError("--figures needs matplotlib: pip install '.[figures]'")
+    return args, flags
+
+
+def file_of(seed, name, args):
+    """Where the result of a model is kept."""
+    return args.folder / f"seed-{seed}" / f"{name.replace(' ', '_')}.json"
+
+
+def all_made(args, models):
+    """Whether there is nothing left to run."""
+    return all(file_of(seed, name, args).exists() for seed in args.seeds for name in models)
+
+
+def result(seed, name, variants, args, flags):
+    """A model's result: from its file, or from a run that makes it."""
+    file = file_of(seed, name, args)
+    if file.exists():
+        return load_result(file)
+    start = (args.start or args.folder) / f"seed-{seed}" / "start"
+    common = ["--seed", str(seed), "--resume", *flags]
+    if name in variants:
+        run, model = file.with_suffix(""), "student"
+        common += ["--student", f"{start}/warm_start", "--teacher", f"{start}/teacher"]
+        make_run(run, [*common, "--eval_questions", "0", *variants[name]])
+    else:
+        run, model = start, file.stem
+        if not args.start:
+            make_run(run, [*common, "--stage", "warm_start"])
+    tokenizer, loaded = load(str(run / model), device())
+    sets = {}
+    for k in args.horizons:
+        envs = toy_envs("test", max(1, args.n // k), k, top_k=2)
+        sets[f"Q{k}"], _ = evaluate(loaded, tokenizer, envs)
+    curves = {curve: [] for curve in CURVES}
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        step = json.loads(line)
+        if step["stage"] == "rl":
+            for curve in CURVES:
+                curves[curve].append(float(f"{step[curve]:.4g}"))
+    save_result(file, {"sets": sets, "curves": curves})
+    return load_result(file)
+
+
+def device():
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def make_run(run, flags):
+    """A run of train.py, in this process: an error comes as it is, and the models go when it ends.
+    What the run prints is kept in a file beside its folder."""
+    log = run.with_name(f"{run.name}.log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "a") as f, redirect_stdout(f):
+        train.train(train.parse_config(["--run_dir", str(run), *flags]))
+
+
+def states_of(seed, args):
+    """What the teacher says of exact and of flattened states in the last batch of the aligned
+    run."""
+    file = file_of(seed, "states", args)
+    if not file.exists():
+        start = (args.start or args.folder) / f"seed-{seed}" / "start"
+        tokenizer, teacher = load(str(start / "teacher"), device(), "packed", torch.float32)
+        trajectories = load_trajectories(file.with_name("aligned") / "trajectories.jsonl")
+        rows, _ = audit_teacher(teacher, trajectories, tokenizer=tokenizer)
+        kept = {}
+        for name, row in rows.items():
+            kept[name] = {key: row[key] for key in ("tokens", "mean_kl", "top1")}
+        save_result(file, kept)
+    return load_result(file)
+
+
+def save_result(file, found):
+    """Write a result, whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write(file, json.dumps(found) + "\n")
+
+
+def load_result(file):
+    """What `save_result` wrote. Raises ValueError naming the file if it is damaged."""
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        advice = "remove it to make it again"
+        raise ValueError(f"{file}: not a result of the study ({error}); {advice}") from None
+
+
+# ---- tables and pictures -------------------------------------------------------------------------
+def compare(groups):
+    """Table 1 for groups of record folders of eval.py, {model: folders}, a folder per seed."""
+    found = {}
+    for name, folders in groups.items():
+        found[name] = [means_of(folder) for folder in folders]
+        first = found[name][0]
+        for folder, sets in zip(folders, found[name]):
+            if sets.keys() != first.keys() or not sets:
+                expected = f"those of the other runs {sorted(first)}"
+                raise ValueError(f"{folder}: its sets are {sorted(sets)}, {expected}")
+    return table1(found)
+
+
+def means_of(folder):
+    """{set: {metric: mean over tasks}} of a folder of records."""
+    sets = {}
+    for file in sorted(folder.glob("Q*.jsonl")):
+        records = read_records(file).values()
+        if records:
+            sets[file.stem] = {m: mean(record[m] for record in records) for m in METRICS}
+    return sets
+
+
+def table1(found):
+    """The layout of Table 1 for {model: [{set: {metric: mean over tasks}}, a dict per seed]}: for
+    every set the mean and the standard deviation over seeds, and the change of F1 against the first
+    model."""
+    columns = ["set", "model", "runs", "EM", "F1", "change of F1", *METRICS[2:]]
+    rows = []
+    sets = next(iter(found.values()))[0]
+    for k in sorted(sets, key=lambda k: (len(k), k)):
+        first = None
+        for name, seeds in found.items():
+            if k not in seeds[0]:
+                continue
+            runs = {m: [sets[k][m] for sets in seeds] for m in METRICS}
+            f1 = mean(runs["f1"])
+            first = f1 if first is None else first
+            change = f"{f1 / first - 1:+.1%}" if first else ""
+            row = [k, name, str(len(seeds)), spread(runs["em"]), spread(runs["f1"]), change]
+            row += [f"{mean(runs['peak']):.0f}", f"{mean(runs['dependency']):.0f}"]
+            rows.append([*row, f"{mean(runs['seconds']):.3f}"])
+    return markdown(columns, rows)
+
+
+def f1_table(found):
+    """F1 alone, of the same dict: a line per model, a column per set."""
+    names = list(next(iter(found.values()))[0])
+    rows = []
+    for model, seeds in found.items():
+        row = [model]
+        for k in names:
+            row.append(spread([sets[k]["f1"] for sets in seeds]))
+        rows.append(row)
+    return markdown(["F1", *names], rows)
+
+
+def paired(found, seeds):
+    """Figure 3a as a table: how F1 changes from one model to another of the same seed, and how many
+    seeds agree with the sign of the mean."""
+    columns = ["set", "F1 of", "less that of", *(f"seed {seed}" for seed in seeds)]
+    rows = []
+    for k in found["PPO"][0]["sets"]:
+        for a, b in PAIRS:
+            change = []
+            for x, y in zip(found[a], found[b]):
+                change.append(x["sets"][k]["f1"] - y["sets"][k]["f1"])
+            agree = sum(x * mean(change) > 0 for x in change)
+            row = [k, a, b, *(f"{x:+.3f}" for x in change)]
+            rows.append([*row, spread(change, "+.3f"), f"{agree}/{len(change)}"])
+    return markdown([*columns, "mean", "agree"], rows)
+
+
+def mechanism(states):
+    """Where the teacher's two targets differ: means over seeds."""
+    columns = ["teacher on history against exact state", "tokens", "KL", "top-1 agreement"]
+    rows = []
+    for name in max(states, key=len):  # a seed may have no call 5
+        of = [state[name] for state in states if name in state]
+        tokens = f"{mean(x['tokens'] for x in of):.0f}"
+        kl, top1 = [x["mean_kl"] for x in of], [x["top1"] for x in of]
+        rows.append([name, tokens, spread(kl), spread(top1)])
+    return markdown(columns, rows)
+
+
+def spread(x, form="z.3f"):
+    """Mean and standard deviation."""
+    deviation = f" ± {stdev(x):.3f}" if len(x) > 1 else ""
+    return f"{mean(x):{form}}{deviation}"
+
+
+def draw(found, folder):
+    """curves.png: what each variant's training looked like; bars.png: Figure 3a."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    folder.mkdir(parents=True, exist_ok=True)
+    colors = dict(zip(found, ("0.6", "tab:blue", "tab:orange", "tab:green", "0.3")))
+    figure, axes = plt.subplots(1, len(CURVES), figsize=(15, 3.2), layout="constrained")
+    for axis, (curve, title) in zip(axes, CURVES.items()):
+        for name, results in found.items():
+            runs = [r["curves"][curve] for r in results]
+            asked = curve != "teacher_kl" or any(runs[0])  # PPO asks no teacher
+            if not runs[0] or not asked:
+                continue
+            for run in runs:
+                axis.plot(run, color=colors[name], alpha=0.2, linewidth=0.8)
+            means = [mean(step) for step in zip(*runs)]
+            axis.plot(means, color=colors[name], label=name)
+        scale = "log" if curve == "logp_mismatch" else "linear"
+        axis.set(title=title, xlabel="step", yscale=scale)
+    axes[0].legend()
+    figure.savefig(folder / "curves.png", dpi=110)
+    sets = list(found["PPO"][0]["sets"])
+    figure, axes = plt.subplots(1, len(sets), figsize=(3.3 * len(sets), 3.2), layout="constrained")
+    for axis, k in zip(axes, sets):
+        for x, (name, results) in enumerate(found.items()):
+            f1 = [r["sets"][k]["f1"] for r in results]
+            deviation = stdev(f1) if len(f1) > 1 else None
+            axis.bar(x, mean(f1), yerr=deviation, color=colors[name], capsize=3)
+            axis.plot([x] * len(f1), f1, "k.", markersize=4)
+        axis.set_xticks(range(len(found)), found, rotation=20)
+        axis.set(title=f"F1 on {k}", ylim=(0, None))
+    figure.savefig(folder / "bars.png", dpi=110)
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        if argv[:1] == ["compare"]:
+            groups = {}
+            for group in argv[1:]:
+                name, _, folders = group.partition("=")
+                groups[name] = [Path(folder) for folder in folders.split(",") if folder]
+            if not groups or not all(groups.values()):
+                raise ValueError("compare takes NAME=FOLDER,FOLDER,... for each group of runs")
+            lines = compare(groups)
+        else:
+            lines = study(argv)
+        for line in lines:
+            print(line, flush=True)
+    except (ValueError, OSError, FloatingPointError) as error:
+        raise SystemExit(f"experiments.study: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit("\ninterrupted; the same command continues the study") from None
+
+
+if __name__ == "__main__":
+    main()
