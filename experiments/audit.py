@@ -214,6 +214,7 @@ class FreeEnv(SearchEnv):
         self.turns_left = calls
 
     def prompt(self):
+        """The text of q: what an agent without tags needs to know."""
         return (
             "Answer step by step. You see only this text, your last note, and what a search for "
             f"that note found.\nQuestions: {' ; '.join(self.task.questions)}"

@@ -72,7 +72,9 @@ def study(argv):
         if not args.sweep:
             states.append(states_of(seed, args))
     bar.close()
-    sets = {name: [r["sets"] for r in results] for name, results in found.items()}
+    sets = {}
+    for name, results in found.items():
+        sets[name] = [r["sets"] for r in results]
     yield from f1_table(sets)
     if not args.sweep:
         for table in (table1(sets), paired(found, args.seeds), mechanism(states)):
@@ -214,8 +216,11 @@ def means_of(folder):
     sets = {}
     for file in sorted(folder.glob("Q*.jsonl")):
         records = read_records(file).values()
-        if records:
-            sets[file.stem] = {m: mean(record[m] for record in records) for m in METRICS}
+        if not records:
+            continue
+        sets[file.stem] = {}
+        for metric in METRICS:
+            sets[file.stem][metric] = mean(record[metric] for record in records)
     return sets
 
 
@@ -231,7 +236,9 @@ def table1(found):
         for name, seeds in found.items():
             if k not in seeds[0]:
                 continue
-            runs = {m: [sets[k][m] for sets in seeds] for m in METRICS}
+            runs = {}
+            for metric in METRICS:
+                runs[metric] = [sets[k][metric] for sets in seeds]
             f1 = mean(runs["f1"])
             first = f1 if first is None else first
             change = f"{f1 / first - 1:+.1%}" if first else ""
