@@ -88,7 +88,7 @@ def estimate(config: Config, devices: int) -> list[tuple[str, str, float]]:
     prompts_in_layer = tasks * longest_prompt * (3 * student.I + 5 * student.H)
     pack_in_layer = b * S * (3 * widest.I + 5 * widest.H)
     chunk = 4 * student.V * min(S, max(64, 2**23 // student.V))  # logits in float32
-    logits = 3 * chunk + 2 * b * S * widest.H
+    logits = 3.5 * chunk + 2 * b * S * widest.H
     # for backward a layer keeps 4 I of the MLP and 11 H of norms, attention and residuals; the
     # backward itself adds 3 I
     kept_per_layer = 4 * student.I + 11 * student.H
@@ -97,7 +97,11 @@ def estimate(config: Config, devices: int) -> list[tuple[str, str, float]]:
     layer_backward = b * S * (7 * student.I + 11 * student.H)
     # chunked_loss sums the head's gradient in float32; next to it stand a chunk's part of it, and
     # what the loss makes of the chunk's logits
-    head_backward = 13 * chunk + (4 + b) * student.H * student.V
+    head = student.H * student.V
+    head_backward = 13 * chunk + (4 + b) * head
+    # the gradient of a tied head waits for that of the embedding; then both stand next to their sum
+    tied = student.P == student.body
+    waiting = b * head if tied and not fsdp else 0
 
     unreduced = fsdp * (b + 4) * (student.rest + student.layer)
     return [
@@ -114,7 +118,7 @@ def estimate(config: Config, devices: int) -> list[tuple[str, str, float]]:
         (
             "a pack: one layer, or a chunk of the vocabulary, with gradients",
             "u",
-            max(layer_backward, head_backward),
+            max(layer_backward + waiting, head_backward, 3 * waiting),
         ),
         (
             "embedding, head and two layers, whole",

@@ -498,8 +498,7 @@ def test_what_fails_is_tried_again(failure, monkeypatch):
     failures = 99
     tries.clear()
     waits.clear()
-    problem = "http://there did not answer in 4 tries; the last brought"
-    with pytest.raises(ConnectionError, match=problem):
+    with pytest.raises(ConnectionError, match="http://there.* 4 tries; ."):
         HttpRetriever("http://there", retries=3).search(["q"], 1)
     assert len(tries) == 4 and waits == [0.5, 1.0, 2.0]
 
@@ -549,7 +548,7 @@ def test_a_server_that_is_killed_and_comes_back(tmp_path):
     waiting.join()
     assert found == [[Passage("t", "alpha")]] * 2
     stop(server)
-    with pytest.raises(ConnectionError, match="did not answer in 2 tries"):
+    with pytest.raises(ConnectionError, match="in 2 tries"):
         HttpRetriever(url, retries=1, wait=0.01).search(["alpha"], 1)
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.distributions import Categorical, kl_divergence
+from torch.testing import assert_close
 
 import losses
 from losses import actor_loss, chunked_log_prob, chunked_loss, gae, ppo_loss, reverse_kl
@@ -29,7 +30,8 @@ def case(N=7, V=5, V_T=5, H=4, H_T=3):
 
 def scores_by_definition(z, ids, teacher_z):
     """log-prob, entropy and KL(p_theta || p_T) on the common vocabulary, by torch.distributions."""
-    policy, common = Categorical(logits=z), min(z.shape[-1], teacher_z.shape[-1])
+    policy = Categorical(logits=z)
+    common = min(z.shape[-1], teacher_z.shape[-1])
     cut = Categorical(logits=z[:, :common])
     teacher = Categorical(logits=teacher_z[:, :common])
     return policy.log_prob(ids), policy.entropy(), kl_divergence(cut, teacher)
@@ -43,28 +45,31 @@ def test_readable_forms_are_those_of_torch_distributions(V, V_T):
     hidden, head, ids, teacher_hidden, teacher_head = case(V=V, V_T=V_T)
     z, teacher_z = hidden @ head.T, teacher_hidden @ teacher_head.T
     logp, entropy, kl = scores_by_definition(z, ids, teacher_z)
-    torch.testing.assert_close(losses.log_prob(z, ids), logp)
-    torch.testing.assert_close(losses.entropy(z), entropy)
-    torch.testing.assert_close(reverse_kl(z, teacher_z), kl)
+    assert_close(losses.log_prob(z, ids), logp)
+    assert_close(losses.entropy(z), entropy)
+    assert_close(reverse_kl(z, teacher_z), kl)
 
 
 def test_reverse_kl_on_three_tokens_by_hand():
     """KL((1/2, 1/4, 1/4) || (1/4, 1/4, 1/2)) = 1/2 ln 2 - 1/4 ln 2 = ln(2) / 4. The forward KL is
     the same here, so a distribution on two tokens and one on all three tell them apart."""
-    p, q = torch.tensor([[0.5, 0.25, 0.25]]).log(), torch.tensor([[0.25, 0.25, 0.5]]).log()
-    torch.testing.assert_close(reverse_kl(p, q), torch.tensor([2.0]).log() / 4)
-    narrow, wide = torch.tensor([[0.0, 0.0, -30.0]]), torch.zeros(1, 3)
-    torch.testing.assert_close(reverse_kl(narrow, wide), torch.tensor([1.5]).log())
+    p = torch.tensor([[0.5, 0.25, 0.25]]).log()
+    q = torch.tensor([[0.25, 0.25, 0.5]]).log()
+    assert_close(reverse_kl(p, q), torch.tensor([2.0]).log() / 4)
+    narrow = torch.tensor([[0.0, 0.0, -30.0]])
+    wide = torch.zeros(1, 3)
+    assert_close(reverse_kl(narrow, wide), torch.tensor([1.5]).log())
     assert reverse_kl(wide, narrow) > 9
 
 
 # ---- Eq. 8 and 9 ---------------------------------------------------------------------------------
 def test_token_rewards_penalise_only_growth():
     """Eq. 8: 0 where the policy is less sure than the reference (both signs)."""
-    rewards, logp_old = torch.tensor([0.0, 0.0, 2.0]), torch.tensor([-1.0, -3.0, -1.0])
+    rewards = torch.tensor([0.0, 0.0, 2.0])
+    logp_old = torch.tensor([-1.0, -3.0, -1.0])
     logp_ref = torch.tensor([-2.0, -1.0, -1.5])
     out = token_rewards(rewards, logp_old, logp_ref, kl_coef=0.1)
-    torch.testing.assert_close(out, torch.tensor([-0.1, 0.0, 1.95]))
+    assert_close(out, torch.tensor([-0.1, 0.0, 1.95]))
 
 
 def gae_by_definition(rewards, values, gamma, lam):
@@ -88,22 +93,24 @@ def test_gae_does_not_leak_between_trajectories():
     expected = []
     for part in (slice(0, 5), slice(5, 8)):
         expected += gae_by_definition(rewards[part].tolist(), values[part].tolist(), 0.9, 0.8)
-    torch.testing.assert_close(advantages, torch.tensor(expected, dtype=torch.float64))
-    torch.testing.assert_close(returns, advantages + values)
+    assert_close(advantages, torch.tensor(expected, dtype=torch.float64))
+    assert_close(returns, advantages + values)
 
 
 def test_gae_terminal_reward_reaches_the_last_action():
     """With gamma = 0 every advantage is r - V: the terminal reward lands on the last action though
     observations would follow it."""
-    rewards, values = torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0.5, 0.5, 0.25])
+    rewards = torch.tensor([0.0, 0.0, 1.0])
+    values = torch.tensor([0.5, 0.5, 0.25])
     last = torch.tensor([False, False, True])
     advantages, _ = gae(rewards, values, last, gamma=0.0, gae_lambda=0.95)
-    torch.testing.assert_close(advantages, torch.tensor([-0.5, -0.5, 0.75]))
+    assert_close(advantages, torch.tensor([-0.5, -0.5, 0.75]))
 
 
 def test_whitened_advantages_by_hand():
     """Mean 2 and deviation 1, over all tokens (and not over one less)."""
-    torch.testing.assert_close(whiten(torch.tensor([1.0, 3.0])), torch.tensor([-1.0, 1.0]))
+    white = whiten(torch.tensor([1.0, 3.0]))
+    assert_close(white, torch.tensor([-1.0, 1.0]))
     assert whiten(torch.tensor([5.0, 5.0])).tolist() == [0.0, 0.0]
 
 
@@ -111,15 +118,17 @@ def test_whitened_advantages_by_hand():
 def test_ppo_loss_by_hand():
     """Eq. 10 in its four cases: ratio 1.5 and 0.5, advantage of either sign, eps = 0.2. Would catch
     max for min, and a ratio that is always 1 (exp(logp - logp.detach()))."""
-    ratio, logp_old = torch.tensor([1.5, 1.5, 0.5, 0.5]), torch.zeros(4)
-    logp, advantages = ratio.log().requires_grad_(), torch.tensor([2.0, -2.0, 2.0, -2.0])
+    ratio = torch.tensor([1.5, 1.5, 0.5, 0.5])
+    advantages = torch.tensor([2.0, -2.0, 2.0, -2.0])
+    logp_old = torch.zeros(4)
+    logp = ratio.log().requires_grad_()
     loss, approx_kl, clipfrac = ppo_loss(logp, logp_old, advantages, 0.2)
-    torch.testing.assert_close(loss, torch.tensor([-2.4, 3.0, -1.0, 1.6]))
+    assert_close(loss, torch.tensor([-2.4, 3.0, -1.0, 1.6]))
     assert clipfrac.tolist() == [1, 1, 1, 1]
-    torch.testing.assert_close(approx_kl, ratio - 1 - ratio.log())
+    assert_close(approx_kl, ratio - 1 - ratio.log())
     loss.sum().backward()
     unclipped_only = torch.tensor([0.0, 3.0, -1.0, 0.0])  # no gradient where the clip binds
-    torch.testing.assert_close(logp.grad, unclipped_only)
+    assert_close(logp.grad, unclipped_only)
     loss, _, clipfrac = ppo_loss(logp_old, logp_old, torch.ones(4), 0.2)
     assert loss.tolist() == [-1] * 4 and clipfrac.sum() == 0
 
@@ -127,7 +136,7 @@ def test_ppo_loss_by_hand():
 def test_value_loss_takes_the_worse_of_plain_and_clipped():
     values, returns = torch.tensor([2.0, 0.2]), torch.tensor([2.0, 1.0])
     found = value_loss(values, torch.zeros(2), returns, value_clip=0.5)
-    torch.testing.assert_close(found, torch.tensor([0.5 * 1.5**2, 0.5 * 0.8**2]))
+    assert_close(found, torch.tensor([0.5 * 1.5**2, 0.5 * 0.8**2]))
 
 
 def test_actor_loss_is_additive_over_parts_of_a_batch():
@@ -142,9 +151,10 @@ def test_actor_loss_is_additive_over_parts_of_a_batch():
         return actor_loss(ppo[rows], entropy[rows], kl[rows], 0.1, 0.5, 6, 3, mask[rows])
 
     whole = part(slice(0, 6))
-    parts = part(slice(0, 1)) + part(slice(1, 4)) + part(slice(4, 6))
-    torch.testing.assert_close(parts, whole)
-    torch.testing.assert_close(whole, ppo.mean() - 0.1 * entropy.mean() + 0.5 * kl[mask].mean())
+    parts = [part(slice(*bounds)) for bounds in ((0, 1), (1, 4), (4, 6))]
+    assert_close(sum(parts), whole)
+    expected = ppo.mean() - 0.1 * entropy.mean() + 0.5 * kl[mask].mean()
+    assert_close(whole, expected)
     nothing = torch.zeros(6, dtype=torch.bool)
     assert actor_loss(ppo, entropy, kl, 0.0, 1.0, 6, 0, nothing) == ppo.mean()
 
@@ -155,12 +165,13 @@ def weighted_loss(ids, teacher_logits, weights, sizes=None):
     KL, (3, N), and the three as metrics. sizes: notes how many tokens came at a time."""
 
     def loss(logits, rows):
-        logp, entropy = losses.log_prob(logits, ids[rows]), losses.entropy(logits)
-        kl = reverse_kl(logits, teacher_logits[rows])
-        parts = torch.stack([logp, entropy, kl])
         if sizes is not None:
             sizes.append(len(logits))
-        return (weights[:, rows] * parts).sum(), {"logp": logp, "entropy": entropy, "kl": kl}
+        logp = losses.log_prob(logits, ids[rows])
+        entropy = losses.entropy(logits)
+        kl = reverse_kl(logits, teacher_logits[rows])
+        weighted = weights[:, rows] * torch.stack([logp, entropy, kl])
+        return weighted.sum(), {"logp": logp, "entropy": entropy, "kl": kl}
 
     return loss
 
@@ -189,12 +200,12 @@ def test_chunked_loss_is_the_loss_of_all_tokens_at_once(V, V_T, temperature, chu
     scores = scores_by_definition(whole[0] @ whole[1].T / temperature, ids, teacher_z)
     expected = (weights * torch.stack(scores)).sum()
     expected.backward()
-    torch.testing.assert_close(total, expected)
+    assert_close(total, expected)
     for name, score in zip(("logp", "entropy", "kl"), scores):
-        torch.testing.assert_close(metrics[name], score.detach())
+        assert_close(metrics[name], score.detach())
         assert not metrics[name].requires_grad
     for x, y in zip(ours, whole):
-        torch.testing.assert_close(x.grad, y.grad)
+        assert_close(x.grad, y.grad)
 
 
 @pytest.mark.parametrize("V, V_T", VOCABULARIES)
@@ -225,7 +236,7 @@ def test_the_incoming_gradient_scales_that_of_chunked_loss():
         (factor * total + h.sum() + w.sum()).backward()
         grads.append((h.grad - 1, w.grad - 1))
     for once, thrice in zip(*grads):
-        torch.testing.assert_close(3 * once, thrice)
+        assert_close(3 * once, thrice)
 
 
 def test_the_head_gradient_of_bfloat16_models_is_summed_in_float32():
@@ -233,8 +244,8 @@ def test_the_head_gradient_of_bfloat16_models_is_summed_in_float32():
     float64, ours is off by the rounding of one result. The same chunks one by one, whose gradients
     autograd adds up in bfloat16, are several times as far off."""
     g = torch.Generator().manual_seed(0)
-    hidden, head = 1 + torch.randn(512, 16, generator=g), 0.1 * torch.randn(32, 16, generator=g)
-    hidden, head = hidden.bfloat16(), head.bfloat16()
+    hidden = (1 + torch.randn(512, 16, generator=g)).bfloat16()
+    head = (0.1 * torch.randn(32, 16, generator=g)).bfloat16()
     ids = torch.zeros(512, dtype=torch.long)
 
     def head_gradient(parts):
@@ -253,7 +264,8 @@ def test_the_head_gradient_of_bfloat16_models_is_summed_in_float32():
     torch.nn.functional.cross_entropy(z, ids, reduction="sum").backward()
     in_float32 = head_gradient([slice(0, 512)])
     in_bfloat16 = head_gradient([slice(i, i + 4) for i in range(0, 512, 4)])
-    ours, theirs = ((g - exact.grad).norm() / exact.grad.norm() for g in (in_float32, in_bfloat16))
+    ours = (in_float32 - exact.grad).norm() / exact.grad.norm()
+    theirs = (in_bfloat16 - exact.grad).norm() / exact.grad.norm()
     assert ours < 2**-8 and theirs > 3 * ours
 
 
@@ -300,7 +312,7 @@ def test_chunked_log_prob_is_the_log_prob_that_training_sees(chunk, dtype):
     if dtype == torch.bfloat16:
         tolerance = 0.1  # logits of 10 are rounded to 0.03, and a chunk may round another way
     expected = Categorical(logits=z).log_prob(ids)
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance)
+    assert_close(found.double(), expected, rtol=0, atol=tolerance)
 
 
 # ---- what is readable is what trains -------------------------------------------------------------
@@ -311,7 +323,8 @@ def single_call_scores(model, teacher, prompts, actions, temperature):
         ids = torch.tensor([prompt + action[:-1]])
         ours.append(model(input_ids=ids).logits[0, len(prompt) - 1 :])
         theirs.append(independent_logits(teacher, prompt, action))
-    return [(torch.cat(z) / temperature).log_softmax(-1) for z in (ours, theirs)]
+    ours, theirs = torch.cat(ours) / temperature, torch.cat(theirs) / temperature
+    return ours.log_softmax(-1), theirs.log_softmax(-1)
 
 
 def forward_kl(logits, teacher_logits):
@@ -327,7 +340,8 @@ def test_editing_reverse_kl_changes_training(direction, monkeypatch):
     prompts, actions, _ = random_calls(tasks=2, calls=2)
     packed = pack(prompts, actions)
     N, T = len(packed.action_ids), 0.7
-    student, teacher, loop = tiny().double(), tiny(seed=1).double(), tiny().double()
+    student, loop = tiny().double(), tiny().double()
+    teacher = tiny(seed=1).double()
     g = torch.Generator().manual_seed(0)
     advantages = 0.3 * torch.randn(N, generator=g, dtype=torch.float64)
     p, t = single_call_scores(loop, teacher, prompts, actions, T)
@@ -355,7 +369,7 @@ def test_editing_reverse_kl_changes_training(direction, monkeypatch):
     objective = actor_objective(packed, batch, teacher.lm_head.weight, N, config)
     loss, metrics = loss_of(student, packed, T, objective)
     loss.backward()
-    torch.testing.assert_close(metrics["teacher_kl"], kl[direction].detach())
+    assert_close(metrics["teacher_kl"], kl[direction].detach())
     found = torch.cat([x.grad.flatten() for x in student.parameters()])
     for name, gradient in expected.items():
         distance = (found - gradient).norm() / gradient.norm()

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
+from torch.testing import assert_close
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -119,7 +120,8 @@ def test_tree_shares_every_prefix_and_keeps_every_decision():
     assert chain.position_ids.tolist() == list(range(8))
     twice = pack([[1, 2], [1, 2]], [[3, 4], [3, 5]])
     assert twice.input_ids.tolist() == [1, 2, 3, 4, 5]
-    assert twice.action_ids.tolist() == [3, 4, 3, 5] and twice.action_mask.sum() == 3
+    assert twice.action_ids.tolist() == [3, 4, 3, 5]
+    assert twice.action_mask.sum() == 3
     assert twice.predict_idx.tolist() == [1, 2, 1, 2]
     assert twice.call_idx.tolist() == [0, 0, 1, 1]
 
@@ -129,10 +131,11 @@ def test_one_row_predicts_several_first_tokens():
     catch labels by position."""
     model = tiny()
     packed = pack([[1, 2, 3], [1, 2, 3]], [[7], [9]], share=3)
-    assert packed.predict_idx.tolist() == [2, 2] and packed.action_ids.tolist() == [7, 9]
+    assert packed.predict_idx.tolist() == [2, 2]
+    assert packed.action_ids.tolist() == [7, 9]
     logits = action_hidden(model, packed) @ model.lm_head.weight.T
     expected = model(input_ids=torch.tensor([[1, 2, 3]])).logits[0, -1]
-    torch.testing.assert_close(logits, expected.expand(2, -1), rtol=1e-4, atol=1e-4)
+    assert_close(logits, expected.expand(2, -1), rtol=1e-4, atol=1e-4)
 
 
 def test_history_is_one_growing_context_with_the_same_rows():
@@ -240,7 +243,8 @@ def test_split_counts_what_calls_share(share):
     prompts, actions, prefix_lens = [part[:1] * 6 + part for part in calls]
     limits = prefix_lens if share == "q" else [None] * len(prompts)
     assert assert_greedy(prompts, actions, 60, limits) > 2
-    prompts, actions = [[1, 2, *range(10, 10 + 5 * t)] for t in range(9)], [[7, 8]] * 9
+    prompts = [[1, 2, *range(10, 10 + 5 * t)] for t in range(9)]
+    actions = [[7, 8]] * 9
     limits = [2 if share == "q" else None] * 9
     assert assert_greedy(prompts, actions, 45, limits) == (6 if share == "q" else 3)
 
@@ -256,7 +260,8 @@ def test_split_counts_only_what_both_calls_share(share):
 
 def test_split_names_a_call_that_no_pack_could_hold():
     """And cuts one huge task between its calls."""
-    prompts, actions = [[1, 2, 3] + [4] * t for t in range(40)], [[5, 6]] * 40
+    prompts = [[1, 2, 3] + [4] * t for t in range(40)]
+    actions = [[5, 6]] * 40
     assert assert_greedy(prompts, actions, 60, [3] * 40) > 3
     with pytest.raises(ValueError, match="call 3 has 8 tokens, over the max_tokens = 7"):
         split(prompts, actions, 7, 3)
@@ -298,7 +303,8 @@ def test_block_mask_is_create_block_mask(seed):
     q, longest = random_ids(rng, 1, 400), 300 if seed % 2 else 20
     prompts = [q + random_ids(rng, 0, longest) for _ in range(rng.randint(1, 9))]
     actions = [random_ids(rng, 1, 90) for _ in prompts]
-    share, pad_to = rng.choice([None, len(q)]), BLOCK * rng.choice([1, 4])
+    share = rng.choice([None, len(q)])
+    pad_to = BLOCK * rng.choice([1, 4])
     packed = pack(prompts, actions, share, pad_to=pad_to)
     S, end = len(packed.input_ids), packed.subtree_end
 
@@ -326,7 +332,7 @@ def test_three_attentions_agree(kind):
             dense = action_hidden(model, packed, "dense")
             for backend in ("segments", "flex"):
                 hidden = action_hidden(model, packed, backend)
-                torch.testing.assert_close(hidden, dense, rtol=0, atol=2e-5)
+                assert_close(hidden, dense, rtol=0, atol=2e-5)
 
 
 def test_segments_and_dense_have_the_same_gradients():
@@ -338,12 +344,13 @@ def test_segments_and_dense_have_the_same_gradients():
         (hidden**2).sum().backward()
         grads.append([p.grad for p in model.parameters() if p.grad is not None])
     for dense, segments in zip(*grads, strict=True):
-        torch.testing.assert_close(dense, segments, rtol=1e-9, atol=1e-9)
+        assert_close(dense, segments, rtol=1e-9, atol=1e-9)
 
 
 def test_blocks_do_not_leak():
     """Change a token of one block: the other blocks' hidden states do not move by a bit."""
-    model, prompts, actions = tiny(), [[1, 2, 3], [1, 2, 4, 5]], [[6, 7], [8, 9]]
+    prompts, actions = [[1, 2, 3], [1, 2, 4, 5]], [[6, 7], [8, 9]]
+    model = tiny()
     changed = [[1, 2, 30], prompts[1]]
     with torch.no_grad():
         before = action_hidden(model, pack(prompts, actions, share=2))
@@ -364,7 +371,7 @@ def test_gradient_checkpointing_carries_the_pack():
         hidden = action_hidden(model, pack(prompts, actions))
         (hidden**2).sum().backward()
         grads.append(model.model.layers[0].mlp.up_proj.weight.grad)
-    torch.testing.assert_close(*grads)
+    assert_close(*grads)
 
 
 def test_masks_made_in_inference_mode_can_be_trained_through_afterwards():
@@ -391,7 +398,7 @@ def test_without_a_pack_the_attention_is_sdpa():
         sdpa = tiny(attention="sdpa")(input_ids=ids, attention_mask=mask).logits
         alone = tiny()(input_ids=torch.tensor([[5, 6]])).logits
     assert torch.equal(ours, sdpa)
-    torch.testing.assert_close(ours[0, 2:], alone[0], rtol=0, atol=1e-4)
+    assert_close(ours[0, 2:], alone[0], rtol=0, atol=1e-4)
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -443,7 +450,7 @@ def test_verify_sees_swapped_calls():
 def test_verify_counts_the_action_tokens():
     """A pack with a call more than it was asked about, and one with a call less."""
     packed = pack([[1, 2], [1, 2, 3]], [[4], [5]])
-    with pytest.raises(ValueError, match="the pack has 2 action tokens, the calls have 1"):
+    with pytest.raises(ValueError, match="action tokens"):
         verify(packed, [[1, 2]], [[4]])
     with pytest.raises(ValueError, match="call 2"):
         verify(packed, [[1, 2], [1, 2, 3], [1]], [[4], [5], [6]])

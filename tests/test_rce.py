@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.distributions import Categorical, kl_divergence
+from torch.testing import assert_close
 
 import losses
 import rce as rce_file
@@ -128,7 +129,7 @@ def test_independent_logits_are_a_plain_call():
         ids = torch.tensor([prompt + action[:k]])
         rows.append(model(input_ids=ids).logits[0, -1])
     logits = independent_logits(model, prompt, action)
-    torch.testing.assert_close(logits, torch.stack(rows), rtol=0, atol=1e-5)
+    assert_close(logits, torch.stack(rows), rtol=0, atol=1e-5)
     source = inspect.getsource(independent_logits)
     assert "pack" not in source and "attention_mask" not in source
 
@@ -172,7 +173,8 @@ def test_actor_gradients_are_those_of_single_calls(kind, case, share):
     logp_old = logp.detach() + 0.1 * shift
     ratio = (logp - logp_old).exp()
     ppo = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-    minus_entropy, kl = (p.exp() * p).sum(-1), (p.exp() * (p - t)).sum(-1)
+    minus_entropy = (p.exp() * p).sum(-1)
+    kl = (p.exp() * (p - t)).sum(-1)
     expected = (ppo + 0.01 * minus_entropy + 0.5 * kl).sum() / N
     expected.backward()
 
@@ -189,7 +191,7 @@ def test_actor_gradients_are_those_of_single_calls(kind, case, share):
     hidden = action_hidden(student, packed)
     loss, _ = losses.chunked_loss(objective, hidden, student.lm_head.weight, chunk=3)
     loss.backward()
-    torch.testing.assert_close(loss, expected)
+    assert_close(loss, expected)
     for (name, x), y in zip(student.named_parameters(), loop.parameters()):
         assert (x.grad - y.grad).norm() <= 1e-5 * y.grad.norm(), name
 
@@ -283,7 +285,8 @@ def test_nan_fails():
     with torch.no_grad():
         model.model.norm.weight[0] = torch.nan
     assert not rce(model, PROMPTS, ACTIONS).holds()
-    model, prompts, actions = tiny(), [[1, 9, 2], [1, 3, 4]], [[5, 6], [7]]
+    model = tiny()
+    prompts, actions = [[1, 9, 2], [1, 3, 4]], [[5, 6], [7]]
     with torch.no_grad():
         model.model.embed_tokens.weight[9] = torch.nan
     found = against(model, pack(prompts, actions), prompts, actions)
@@ -313,7 +316,8 @@ def test_measures_by_hand():
     )
     s = found.summary(clip_coef=0.2)
     assert s["false_clip"] == pytest.approx(2 / 3)
-    assert s["top1"] == pytest.approx(2 / 3) and s["changed"] == 1 and s["ties"] == ["b"]
+    assert s["top1"] == pytest.approx(2 / 3)
+    assert s["changed"] == 1 and s["ties"] == ["b"]
     assert s["worst"] == "b" and s["max_dlogit"] == 2 and s["max_logit"] == 10
     assert s["max_dlogp"] == pytest.approx(-math.log(0.7))
     assert s["mean_kl"] == pytest.approx(0.3) and s["tokens"] == 3
@@ -340,10 +344,11 @@ def test_comparison_is_that_of_whole_logits(rows, monkeypatch):
             right.append(logits[len(prompt) - 1 : -1])
     right, ids = torch.cat(right), packed.action_ids
     p, q = Categorical(logits=right), Categorical(logits=z)
-    torch.testing.assert_close(found.dlogit, (z - right).abs().max(-1).values)
-    torch.testing.assert_close(found.logratio, q.log_prob(ids) - p.log_prob(ids))
-    torch.testing.assert_close(found.kl, kl_divergence(p, q))
-    assert ((found.gap == 0) == (z.argmax(-1) == right.argmax(-1))).all()
+    assert_close(found.dlogit, (z - right).abs().max(-1).values)
+    assert_close(found.logratio, q.log_prob(ids) - p.log_prob(ids))
+    assert_close(found.kl, kl_divergence(p, q))
+    same = z.argmax(-1) == right.argmax(-1)
+    assert same.equal(found.gap == 0)
     assert found.max_logit == right.abs().max()
     assert len(found.places) == len(set(found.places)) == len(ids)
 

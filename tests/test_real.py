@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from env import STOP, SearchEnv, toy_envs
@@ -59,7 +60,7 @@ def test_rce_and_sampling_on_a_real_model():
             ids = torch.tensor(call.action_ids)
             expected = logits.log_softmax(-1).gather(1, ids[:, None])[:, 0]
             recorded = torch.tensor(call.logprobs)
-            torch.testing.assert_close(recorded, expected, rtol=0, atol=1e-3)
+            assert_close(recorded, expected, rtol=0, atol=1e-3)
 
 
 def test_stop_with_the_real_qwen_tokenizer():

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.testing import assert_close
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import rollout as rollout_file
@@ -316,7 +317,7 @@ def assert_logprobs(model, prompts, ids, logprobs, temperature=1.0):
     for prompt, action, recorded in zip(prompts, ids, logprobs, strict=True):
         logp = (independent_logits(model, prompt, action) / temperature).log_softmax(-1)
         expected = logp.gather(1, torch.tensor(action)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(recorded), expected, rtol=0, atol=1e-4)
+        assert_close(torch.tensor(recorded), expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
@@ -380,7 +381,7 @@ def test_a_common_prefix_is_read_once(sliding, temperature):
     ids, logprobs = generate(model, prompts, 6, temperature, generators=noise)
     assert ids == alone
     expected = torch.tensor(alone_logprobs)
-    torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=0, atol=1e-4)
+    assert_close(torch.tensor(logprobs), expected, rtol=0, atol=1e-4)
     assert read[:2] == ([(4, 8), (4, 1)] if sliding else [(1, 4), (4, 4)])
 
 
@@ -412,8 +413,10 @@ def test_noise_belongs_to_the_task():
     model = tiny()
 
     def run(rows, seed=1, step=2):
-        prompts, noise = [PROMPTS[i] for i in rows], task_generators(seed, step, map(str, rows))
-        return generate(model, prompts, 9, stop=divisible_by(3), generators=noise)[0]
+        noise = task_generators(seed, step, map(str, rows))
+        prompts = [PROMPTS[i] for i in rows]
+        ids, _ = generate(model, prompts, 9, stop=divisible_by(3), generators=noise)
+        return ids
 
     ids = run([0, 1, 2, 3])
     assert len({len(action) for action in ids}) > 1
@@ -486,7 +489,8 @@ def test_tokenizer_loses_nothing():
     """Characters that its training text lacked come back all the same."""
     rng, letters = random.Random(0), []
     for _ in range(2000):
-        letters.append(chr(rng.choice([rng.randrange(1, 0xD800), rng.randrange(1, 128)])))
+        last = rng.choice([128, 0xD800])
+        letters.append(chr(rng.randrange(1, last)))
     odd = "3456789 ÄÖ 😀 \0\t\n  two  spaces "
     for text in (odd, "<think> a </think>", "", "".join(letters)):
         assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
