@@ -130,10 +130,12 @@ def rollout(sample, tokenizer, envs, update, max_prompt_len=None, progress=None)
         else:
             results = [env.step(response) for env, response in zip(acting, responses)]
         still_live = []
-        for row, i in enumerate(live):
-            action, (observation, reward, done) = ids[row], results[row]
+        for i, prompt, action, logp, result in zip(
+            live, prompts, ids, logprobs, results, strict=True
+        ):
+            observation, reward, done = result
             observed = tokenizer.encode(observation, add_special_tokens=False)
-            calls[i].append(Call(prompts[row], action, logprobs[row], observed, reward))
+            calls[i].append(Call(prompt, action, logp, observed, reward))
             ends = action[-1] == tokenizer.eos_token_id  # a decision, but nothing to remember
             turns[i].append((action[:-1] if ends else action, observed))
             contexts[i] = update(turns[i])
