@@ -34,7 +34,7 @@ def entropy(logits):
 def reverse_kl(logits, teacher_logits):
     """Eq. 7 per token, KL(p_theta || p_T) over the full vocabulary: (N, V), (N, V_T) -> (N,).
     Vocabularies may be padded differently, so both are cut to the common size first."""
-    common = min(logits.shape[-1], teacher_logits.shape[-1])
+    common = min(logits.shape[1], teacher_logits.shape[1])
     logp = logits[:, :common].log_softmax(-1)
     teacher_logp = teacher_logits[:, :common].log_softmax(-1)
     return (logp.exp() * (logp - teacher_logp)).sum(-1)
@@ -163,5 +163,5 @@ def chunked_loss(loss, hidden, head, temperature=1.0, chunk=None):
     # a term that is 0, with the gradients that were taken above
     grad_head = grad_head.to(head.dtype)
     known = torch.dot(hidden.flatten(), grad_hidden.flatten())
-    known = known + torch.dot(head.flatten(), grad_head.flatten())
+    known += torch.dot(head.flatten(), grad_head.flatten())
     return total + (known - known.detach()), metrics

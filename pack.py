@@ -219,7 +219,7 @@ def _prefix_tree(prompts, actions, share):
     return tokens, depths, parents, paths
 
 
-def pad(packed: Packed, length: int) -> Packed:
+def pad(packed, length):
     """Add tokens that see only themselves, up to S = length."""
     S = len(packed.input_ids)
     if length <= S:
@@ -233,7 +233,7 @@ def pad(packed: Packed, length: int) -> Packed:
     )
 
 
-def bucket(length: int) -> int:
+def bucket(length):
     """Round up to few lengths, by an eighth to a quarter: FlexAttention compiles each."""
     step = max(BLOCK, 1 << length.bit_length() >> 3)
     return -(-length // step) * step
@@ -271,7 +271,7 @@ def split(prompts, actions, max_tokens, share=None):
     return runs
 
 
-def pack_history(prefix, actions, observations) -> Packed:
+def pack_history(prefix, actions, observations):
     """The wrong representation, for Figure 3a: a trajectory as one growing history [q, a_0, o_0,
     ...] with running positions. (N,) fields are as in `pack` of its calls."""
     history, sampled, call_idx = [], [], []

@@ -72,7 +72,7 @@ def checked_packs(prompts, actions, share=None, max_tokens=4096):
 def check_ids(model, prompts, actions, names=None):
     """Raise ValueError naming the first call with an id that the model does not have."""
     size = model.config.vocab_size
-    for c, (prompt, action) in enumerate(zip(prompts, actions, strict=True)):
+    for c, (prompt, action) in enumerate(zip(prompts, actions)):
         largest = max(prompt + action)
         if largest >= size:
             name = names[c] if names else f"call {c}"
@@ -187,7 +187,7 @@ def corrupted(packs):
     wrong = {"visibility only": [], "positions only": [], "both": []}
     for packed in packs:
         all_visible = torch.full_like(packed.subtree_end, len(packed.subtree_end))
-        running = torch.arange(len(packed.position_ids), device=packed.position_ids.device)
+        running = torch.ones_like(packed.position_ids).cumsum(0) - 1
         visible = replace(packed, subtree_end=all_visible)
         wrong["visibility only"].append(visible)
         wrong["positions only"].append(replace(packed, position_ids=running))
