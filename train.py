@@ -531,7 +531,7 @@ def task_to_learn(models, tasks, config):
     candidates = tasks("test", 32, config.horizon) or tasks("train", 1, config.horizon)
     wanted = [True] * len(candidates)
     for model, right in ((models.student, False), (models.teacher, True)):
-        envs, _, _ = run_episodes(model, candidates if model else [], models, config)
+        envs = run_episodes(model, candidates, models, config)[0] if model else []
         for i, env in enumerate(envs):
             wanted[i] &= right == (env.score()[0] == len(env.task.questions))
     return candidates[wanted.index(True) if True in wanted else 0]

@@ -52,9 +52,11 @@ def audit(model, sets, teacher=None, clip_coef=0.2, tokenizer=None):
         rows, right = audit_teacher(teacher, sets[first], clip_coef, tokenizer)
         report["teacher"] = rows
         failures += failure("teacher, packing, tree", right)
-    criterion = "p99 and max of the packs' errors at most twice those of single calls in float32"
     if share:
         criterion = f"no logit off by more than {share:g} of the largest"
+    else:
+        limit = "p99 and max of the packs' errors at most twice those of single calls"
+        criterion = f"{limit}, both against float32"
     return {**report, "holds": not failures, "criterion": criterion, "failures": failures}
 
 

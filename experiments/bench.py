@@ -439,6 +439,7 @@ def fastest(model, run: Callable, n: int = 5) -> float:
 
 
 def seconds_of(model, run: Callable) -> float:
+    """Of one call, with what it left to the device."""
     synchronize(model.device.type)
     start = time.perf_counter()
     run()

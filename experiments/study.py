@@ -15,8 +15,8 @@ from the records of eval.py --records, a folder per seed. Flags that are not lis
 
 import argparse
 import json
+import subprocess
 import sys
-from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean, stdev
@@ -24,7 +24,6 @@ from statistics import mean, stdev
 import torch
 from tqdm import tqdm
 
-import train
 from env import toy_envs
 from eval import METRICS, evaluate, markdown, read_records, same_settings
 from experiments.audit import audit_teacher
@@ -49,6 +48,9 @@ CURVES = {
     "logp_mismatch": "logp_mismatch, p99",
     "clipfrac": "share of clipped ratios",
 }
+
+
+TRAIN = Path(__file__).parents[1] / "train.py"
 
 
 # ---- the study -----------------------------------------------------------------------------------
@@ -118,6 +120,11 @@ def file_of(seed, name, args):
     return args.folder / f"seed-{seed}" / f"{name.replace(' ', '_')}.json"
 
 
+def start_of(seed, args):
+    """The run that made the warm start and the teacher of a seed."""
+    return (args.start or args.folder) / f"seed-{seed}" / "start"
+
+
 def all_made(args, models):
     """Whether there is nothing left to run."""
     return all(file_of(seed, name, args).exists() for seed in args.seeds for name in models)
@@ -125,10 +132,9 @@ def all_made(args, models):
 
 def result(seed, name, variants, args, flags):
     """A model's result: from its file, or from a run that makes it."""
-    file = file_of(seed, name, args)
+    file, start = file_of(seed, name, args), start_of(seed, args)
     if file.exists():
         return load_result(file)
-    start = (args.start or args.folder) / f"seed-{seed}" / "start"
     common = ["--seed", str(seed), "--resume", *flags]
     if name in variants:
         run, model = file.with_suffix(""), "student"
@@ -138,48 +144,67 @@ def result(seed, name, variants, args, flags):
         run, model = start, file.stem
         if not args.start:
             make_run(run, [*common, "--stage", "warm_start"])
-    tokenizer, loaded = load(str(run / model), device())
+    found = {"sets": sets_of(run / model, args), "curves": curves_of(run)}
+    save_result(file, found)
+    return found
+
+
+def make_run(run, flags):
+    """Run train.py, or resume it. Raises ValueError with its last words if it fails."""
+    # in a separate process, which gives back all memory when it ends, and which in bfloat16 makes
+    # a process group for itself; the log has all that it said, with the way to what was saved
+    log = run.with_name(f"{run.name}.log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, str(TRAIN), "--run_dir", str(run), *flags]
+    with open(log, "a") as f:
+        done = subprocess.run(command, stdout=f, stderr=f)
+    if done.returncode:
+        said = log.read_text().splitlines() or ["nothing"]
+        raise ValueError(f"{' '.join(command)} failed: {said[-1]}; what it said is in {log}")
+
+
+def sets_of(folder, args):
+    """A model's metrics on every set, greedy: {set: {metric: mean over tasks}}."""
+    tokenizer, model = load(str(folder), device())
     sets = {}
     for k in args.horizons:
         envs = toy_envs("test", max(1, args.n // k), k, top_k=2)
-        sets[f"Q{k}"], _ = evaluate(loaded, tokenizer, envs)
+        sets[f"Q{k}"], _ = evaluate(model, tokenizer, envs)
+    return sets
+
+
+def curves_of(run):
+    """What training looked like, a number per step; empty for a warm start or a teacher."""
     curves = {curve: [] for curve in CURVES}
     for line in (run / "metrics.jsonl").read_text().splitlines():
         step = json.loads(line)
         if step["stage"] == "rl":
             for curve in CURVES:
                 curves[curve].append(float(f"{step[curve]:.4g}"))
-    save_result(file, {"sets": sets, "curves": curves})
-    return load_result(file)
+    return curves
 
 
 def device():
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def make_run(run, flags):
-    """A run of train.py, in this process: an error comes as it is, and the models go when it ends.
-    What the run prints is kept in a file beside its folder."""
-    log = run.with_name(f"{run.name}.log")
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log, "a") as f, redirect_stdout(f):
-        train.train(train.parse_config(["--run_dir", str(run), *flags]))
-
-
 def states_of(seed, args):
-    """What the teacher says of exact and of flattened states in the last batch of the aligned
-    run."""
+    """What the teacher says of exact and of flattened states in the last batch of the aligned run.
+    Raises ValueError if its packs fail the audit: then nothing is known about either."""
     file = file_of(seed, "states", args)
-    if not file.exists():
-        start = (args.start or args.folder) / f"seed-{seed}" / "start"
-        tokenizer, teacher = load(str(start / "teacher"), device(), "packed", torch.float32)
-        trajectories = load_trajectories(file.with_name("aligned") / "trajectories.jsonl")
-        rows, _ = audit_teacher(teacher, trajectories, tokenizer=tokenizer)
-        kept = {}
-        for name, row in rows.items():
-            kept[name] = {key: row[key] for key in ("tokens", "mean_kl", "top1")}
-        save_result(file, kept)
-    return load_result(file)
+    if file.exists():
+        return load_result(file)
+    teacher_folder = start_of(seed, args) / "teacher"
+    tokenizer, teacher = load(str(teacher_folder), device(), "packed", torch.float32)
+    recorded = file.with_name("aligned") / "trajectories.jsonl"
+    rows, packs = audit_teacher(teacher, load_trajectories(recorded), tokenizer=tokenizer)
+    if not packs.holds():
+        raise ValueError(f"{teacher_folder}: RCE (Eq. 5) fails on {recorded}: {packs}")
+    states = {}
+    for name, row in rows.items():
+        states[name] = {key: row[key] for key in ("tokens", "mean_kl", "top1")}
+    save_result(file, states)
+    return states
 
 
 def save_result(file, found):
@@ -217,7 +242,7 @@ def means_of(folder):
     for file in sorted(folder.glob("Q*.jsonl")):
         records = read_records(file).values()
         if not records:
-            continue
+            raise ValueError(f"{file}: no records in it")
         sets[file.stem] = {}
         for metric in METRICS:
             sets[file.stem][metric] = mean(record[metric] for record in records)

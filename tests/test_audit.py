@@ -203,9 +203,21 @@ def test_command(tmp_path):
     (tmp_path / "t.jsonl").write_text("{}\n")
     out = command("--model", model, "--trajectories", file)
     assert out.returncode == 1 and "line 1" in out.stderr and "Traceback" not in out.stderr
-    for wrong in (["--trajectories", file], ["--model", model, "--questions", file]):
-        out = command(*wrong)
-        assert out.returncode == 2 and "Traceback" not in out.stderr
+
+
+def test_command_refuses(capsys):
+    """Flags that do not go together, and counts below 1."""
+    together = "--questions and --corpus go together"
+    for flags, problem in (
+        (["--trajectories", "t.jsonl"], "need a --model"),
+        (["--teacher", "t"], "need a --model"),
+        (["--model", "m", "--questions", "q.jsonl"], together),
+        (["--corpus", "c.jsonl"], together),
+        (["--tasks", "0"], "must be positive"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            audit_file.main(flags)
+        assert stop.value.code == 2 and problem in capsys.readouterr().err
 
 
 def test_a_failed_audit_exits_with_1_and_names_the_token(monkeypatch, capsys):

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,24 +28,25 @@ def test_compare_by_hand(tmp_path):
             for i, d in enumerate((-1, 1)):
                 lines.append(json.dumps({"task": str(i), **record, "f1": f1 + d}) + "\n")
             (tmp_path / folder / f"Q{k}.jsonl").write_text("".join(lines))
-    (tmp_path / "a0" / "kept.jsonl").write_text(
-        "no record\n"
-    )  # what --keep_correct may leave there
+    # what --keep_correct may leave there
+    (tmp_path / "a0" / "kept.jsonl").write_text("no record\n")
     groups = {"A": [tmp_path / "a0", tmp_path / "a1"], "B": [tmp_path / "b0", tmp_path / "b1"]}
     _, _, *rows = compare(groups)
     titles = [row.split(" | ")[:2] for row in rows]
     assert titles == [["| Q2", "A"], ["| Q2", "B"], ["| Q16", "A"], ["| Q16", "B"]]
     assert rows[1] == "| Q2 | B | 2 | 1.000 ± 0.000 | 4.000 ± 1.414 | +166.7% | 10 | 20 | 0.500 |"
     assert "1.500 ± 0.707 | +0.0%" in rows[0]
+    (tmp_path / "b1" / "Q16.jsonl").write_text("")
+    with pytest.raises(ValueError, match="b1/Q16.jsonl: no records"):
+        list(compare(groups))
     (tmp_path / "b1" / "Q16.jsonl").unlink()
     with pytest.raises(ValueError, match="b1: its sets are"):
         list(compare(groups))
 
 
 def test_compare_command(tmp_path, capsys):
-    (tmp_path / "Q2.jsonl").write_text(
-        json.dumps({"task": "a", **dict.fromkeys(METRICS, 1)}) + "\n"
-    )
+    record = {"task": "a", **dict.fromkeys(METRICS, 1)}
+    (tmp_path / "Q2.jsonl").write_text(json.dumps(record) + "\n")
     study.main(["compare", f"x={tmp_path}"])
     assert "| Q2 | x | 1 | 1.000 | 1.000 |" in capsys.readouterr().out
     for wrong in (["compare"], ["compare", "x"], ["compare", "x="]):
@@ -121,6 +123,23 @@ def test_study_refuses_before_any_run(tmp_path, monkeypatch, capsys):
         ask("--seeds", "0")
 
 
+def test_states_of_a_teacher_whose_packs_fail_are_refused(tmp_path, monkeypatch):
+    """Without RCE the exact states are not exact, and no number about them is kept."""
+    packs = SimpleNamespace(holds=lambda: False)
+    rows = {"call 2": {"tokens": 3, "mean_kl": 0.5, "top1": 0.75, "changed": 1}}
+    monkeypatch.setattr(study, "load", lambda *args: (None, None))
+    monkeypatch.setattr(study, "load_trajectories", lambda file: [])
+    monkeypatch.setattr(study, "audit_teacher", lambda *args, **settings: (rows, packs))
+    args = SimpleNamespace(folder=tmp_path, start=None)
+    with pytest.raises(ValueError, match="start/teacher: RCE .* fails"):
+        study.states_of(0, args)
+    assert not list(tmp_path.iterdir())
+    packs.holds = lambda: True
+    kept = {"call 2": {"tokens": 3, "mean_kl": 0.5, "top1": 0.75}}
+    assert study.states_of(0, args) == kept
+    assert json.loads((tmp_path / "seed-0/states.json").read_text()) == kept
+
+
 def test_study(tmp_path):
     """One seed from nothing to the tables; then from its files alone, and with a second seed's;
     other settings, and a run that fails, are named."""
@@ -165,7 +184,10 @@ def test_study(tmp_path):
     other = run("--seeds", "0", *args, "--actor_lr", "1")
     assert other.returncode == 1 and "choose another folder" in other.stderr
     failed = run("--seeds", "5", "--horizons", "1", "--steps", "none", folder="v")
-    assert failed.returncode == 2 and "invalid int value" in failed.stderr
+    assert failed.returncode == 1 and "invalid int value" in failed.stderr
+    log = tmp_path / "v/seed-5/start.log"
+    assert f"what it said is in {log}" in failed.stderr
+    assert "invalid int value" in log.read_text()
 
 
 def test_figures(tmp_path):
