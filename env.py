@@ -62,7 +62,7 @@ class Task:
 
 class SearchEnv:
     """One episode of one task. reward ("em" or "f1") is summed over questions and given at the end;
-    an observation holds as many whole passages as fit `budget` by length(text), else words."""
+    an observation holds as many whole passages as fit `budget`, by length(text) or in words."""
 
     def __init__(self, task, retriever, reward="em", top_k=2, budget=None, length=None):
         if reward not in ("em", "f1"):
@@ -103,7 +103,7 @@ class SearchEnv:
         return results
 
     def read_action(self, response):
-        """Take a turn: the query of a response that searches and may, or None: the episode ends."""
+        """Take a turn: the query of a response that may search, or None where the episode ends."""
         self.response, self.turns_left = response, self.turns_left - 1
         found = ACTION.search(response)  # in generated text only: the prompt shows the tags, too
         if found and found[1] == "answer":
@@ -354,9 +354,9 @@ def serve(retriever, port, host="127.0.0.1"):
 
 # ---- data sets -----------------------------------------------------------------------------------
 def load_questions(path):
-    """A task per question: FlashRAG's JSONL, plain or .gz, HotpotQA's own JSON, or MEM1's parquet.
-    A `;` becomes a comma, since it joins questions. Raises ValueError naming the line (or entry)
-    that holds no question, no answer, or an id seen before."""
+    """A task per question of FlashRAG's JSONL, plain or .gz, HotpotQA's own JSON, or MEM1's
+    parquet. A `;` becomes a comma, since it joins questions. Raises ValueError naming the line (or
+    entry) without a question or an answer, or with an id seen before."""
     seen = set()
 
     def read(record):
@@ -388,8 +388,8 @@ def load_passages(path, progress=False):
 
 
 def passage_of(record):
-    """A document of wiki-18 or a server: `contents` = quoted title, newline, text; or `text`, with
-    or without `title`. Raises ValueError for any other record."""
+    """A document: `contents` (a quoted title, newline, text) or `text` with `title`; else
+    ValueError."""
     title, text = record.get("title"), record.get("text")
     if not isinstance(text, str):
         contents = record.get("contents")

@@ -43,7 +43,7 @@ def reverse_kl(logits, teacher_logits):
 def token_rewards(rewards, logp_old, logp_ref, kl_coef):
     """Eq. 8, all (N,): task rewards (on the last token of a call), less the reference penalty."""
     grown = logp_old - logp_ref
-    reference_kl = grown.clamp(min=0)  # only where the policy has become more certain
+    reference_kl = grown.clamp(min=0)  # only where the policy prefers the token more
     return rewards - kl_coef * reference_kl
 
 
@@ -97,8 +97,8 @@ def value_loss(values, values_old, returns, value_clip):
 def actor_loss(
     ppo, entropy, kl, entropy_coef, distill_coef, n_actions, n_teacher, teacher_mask=None
 ):
-    """Eq. 11, the part of these tokens, a scalar: L_PPO - alpha H + lambda L_OPD from (N,) values.
-    n_actions, n_teacher: sum(m_act), sum(m_T) of the *whole batch*; teacher_mask: m_T, (N,)."""
+    """Eq. 11, the part of these tokens, a scalar, from (N,) values. n_actions, n_teacher: tokens of
+    the *whole batch*, in all and in m_T; teacher_mask: m_T, (N,) bool; by default all."""
     if teacher_mask is not None:
         kl = kl[teacher_mask]  # select, then sum: 0 * NaN would be NaN
     policy = (ppo - entropy_coef * entropy).sum() / max(n_actions, 1)
@@ -160,7 +160,7 @@ def chunked_loss(loss, hidden, head, temperature=1.0, chunk=None):
         for name, x in found.items():
             metrics[name].append(x.detach())
     metrics = {name: torch.cat(parts) for name, parts in metrics.items()}
-    # a term that is 0, with the gradients that were taken above
+    # its value cancels; its gradient, to hidden states and head, is what was taken above
     grad_head = grad_head.to(head.dtype)
     known = torch.dot(hidden.flatten(), grad_hidden.flatten())
     known += torch.dot(head.flatten(), grad_head.flatten())

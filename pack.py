@@ -7,8 +7,8 @@ depth, and what it sees are its ancestors: one integer per token, `subtree_end`,
     Eq. 4   y = [q, x_0, a_0, x_1, a_1, ...]       q stands once, positions restart, blocks apart
     Eq. 6   m_act                                  only the sampled occurrence of an action counts
 
-Three calls, [q] -> a_0, [q, m_0, o_0] -> a_1, [q, m_1, o_1] -> a_2, q of two tokens. A row sees the
-columns marked ■; x marks sampled tokens; m_0 is the copy of a_0 that the next context keeps:
+Three calls, [q] -> a_0, [q, m_0, o_0] -> a_1, [q, m_1, o_1] -> a_2, with only q shared (Eq. 4). A
+row sees the columns marked ■; x marks sampled tokens; m_0 is what the next context keeps of a_0:
 
     token  pos  act    q  q a0 a0 m0 o0 a1 a1 m1 o1 a2
      q       0         ■  ·  ·  ·  ·  ·  ·  ·  ·  ·  ·
@@ -47,7 +47,7 @@ BLOCK = 128  # FlexAttention's tile; several of its known faults need a length t
 
 
 def cached_mask(make):
-    """cached_property outside inference_mode: a later update can backpropagate through it."""
+    """cached_property, made outside inference_mode: what scoring made can serve an update."""
     return cached_property(torch.inference_mode(False)(make))
 
 
@@ -118,7 +118,7 @@ class Packed:
         for i, rows in enumerate(lengths):
             seen = [j for j in seen if ends[j] > starts[i]] + [i]
             columns = sum(lengths[j] for j in seen)
-            mask = None  # one row sees all of them; a root segment is plainly causal
+            mask = None  # a single row sees it all; without ancestors plain causal will do
             if 1 < rows < columns:
                 mask = torch.ones(rows, columns, dtype=torch.bool, device=end.device)
                 mask = mask.tril(columns - rows)
@@ -179,8 +179,9 @@ def pack(prompts, actions, share=None, max_len=None, pad_to=1) -> Packed:
     predict, act = [], []
     action_ids, call_idx = [], []
     for c, (path, prompt, action) in enumerate(zip(paths, prompts, actions)):
-        first = len(prompt)  # where a_{t,0} stands. The token before it predicts it: the end of q
-        predict += path[first - 1 : -1]  # where x_t is empty, which several calls may share
+        first = len(prompt)  # where a_{t,0} stands
+        # predicted by the token before it: the end of q if x_t is empty, which calls may share
+        predict += path[first - 1 : -1]
         act += path[first:]
         action_ids += action
         call_idx += [c] * len(action)
@@ -234,7 +235,7 @@ def pad(packed, length):
 
 
 def bucket(length):
-    """Round up to few lengths, by an eighth to a quarter: FlexAttention compiles each."""
+    """Round up in steps of an eighth to a quarter: FlexAttention compiles each length."""
     step = max(BLOCK, 1 << length.bit_length() >> 3)
     return -(-length // step) * step
 
@@ -249,7 +250,7 @@ def pack_all(prompts, actions, max_tokens, share=None, max_len=None):
 
 
 def split(prompts, actions, max_tokens, share=None):
-    """Runs of calls whose packs hold at most max_tokens, shared tokens counted once."""
+    """Runs of calls whose packs hold at most max_tokens, by what each shares with the last."""
     share = share if isinstance(share, list) else [share] * len(prompts)
     runs, start, used, before = [], 0, 0, []
     for c, (prompt, action) in enumerate(zip(prompts, actions)):

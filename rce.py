@@ -2,11 +2,11 @@
 
     Eq. 5   max over (t,k) of || logits_pack[g(t,k)] - logits_independent[t,k] ||_inf <= eps_num
 
-over the full vocabulary. The truth is one unpadded call at a time and shares no code with pack.py;
-a padded batch would not do, since padding changes the rounding and a lost mask would be lost in
-both. `pack.verify` also checks the structure: it needs no model and can name what is wrong. Use
-float32 or float64, where eps_num is tight; in bfloat16 packs and single calls are compared with
-float32, and packs may be off twice as far. To copy `rce`, copy pack.py too; only the command needs
+over the full vocabulary. The truth is one unpadded call at a time, without packs or masks; a padded
+batch would not do, since padding changes the rounding and a lost mask would be lost in both.
+`pack.verify` also checks the structure: it needs no model and can name what is wrong. Use float32
+or float64, where eps_num is tight; in bfloat16 packs and single calls are both compared with
+float32, and packs may be off twice as far. To copy `rce`, copy pack.py, too; only the command needs
 rollout.py. Shapes: N sampled action tokens in the order of the calls, V vocabulary, H hidden size.
 
     python rce.py        # Figure 3b in small: right packs, wrong visibility, wrong positions
@@ -26,19 +26,17 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pack import action_hidden, pack_all, verify
-from rollout import call_ids, call_names, load, load_trajectories, toy_model, train_tokenizer
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}  # eps_num, as a share of the largest logit
 ROWS = 128  # action tokens whose (rows, V) logits are held at once
 
 
-def rce(model, prompts, actions, share=None, max_tokens=4096, names=None):
+def rce(model, prompts, actions, share=None, max_tokens=4096, names=None, truth=None):
     """Eq. 5 for any calls (z_t, a_t): pack them, check the structure, compare with single calls.
-    share: as in `pack`. names: what to call the calls in a message. Raises ValueError if the
-    structure is wrong or an id is beyond the vocabulary."""
+    share: as in `pack`. names: of the calls, for messages. truth: as in `compare`. Raises
+    ValueError if the structure is wrong or an id is beyond the vocabulary."""
     check_ids(model, prompts, actions, names)
     packs = checked_packs(prompts, actions, share, max_tokens)
-    truth = model if model.dtype in TOLERANCE else copy.deepcopy(model).float()
     hidden = {"packs": packed_hidden(model, packs)}
     return compare(model, hidden, prompts, actions, names, truth)["packs"]
 
@@ -197,6 +195,8 @@ def corrupted(packs):
 
 def demo():
     """Eq. 5 and Figure 3b on a random model, with a trajectory of four invented calls."""
+    from rollout import toy_model, train_tokenizer
+
     torch.manual_seed(0)
     rng = random.Random(0)
     tokenizer = train_tokenizer(["a b c"], 300)
@@ -223,13 +223,15 @@ def demo():
         print(f"  {name:<16} p99 |dlogp| {s['p99_dlogp']:.1e}   {changed}")
     print(
         "\nVisibility is the larger error, positions the smaller. Both together can be less wrong\n"
-        "than visibility alone: with running positions, what is visible is at least one coherent\n"
-        "history, the flat one; without them, tokens of different calls claim the same places.\n"
+        "than visibility alone: with running positions all that is visible is one coherent\n"
+        "sequence; without them, tokens of different calls claim the same places.\n"
     )
     return found["right"]
 
 
 def main():
+    from rollout import call_ids, call_names, load, load_trajectories
+
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--model", help="a model folder or hub name; by default a demonstration")
@@ -240,19 +242,20 @@ def main():
     if bool(args.model) != bool(args.trajectories):
         parser.error("--model and --trajectories go together")
     torch.set_float32_matmul_precision("highest")  # TF32 would round float32 to 11 bits
-    if not args.model:
-        found = demo()
-    else:
-        try:
+    try:
+        if not args.model:
+            found = demo()
+        else:
             dtype = getattr(torch, args.dtype)
             _, model = load(args.model, args.device, "packed", dtype)
             trajectories = load_trajectories(args.trajectories)
             if not trajectories:
                 raise ValueError(f"{args.trajectories}: no trajectories in it")
             prompts, actions, _ = call_ids(trajectories)
-            found = rce(model, prompts, actions, names=call_names(trajectories))
-        except (ValueError, OSError) as error:
-            raise SystemExit(f"rce.py: {error}") from None
+            truth = model if dtype in TOLERANCE else copy.deepcopy(model).float()
+            found = rce(model, prompts, actions, None, 4096, call_names(trajectories), truth)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"rce.py: {error}") from None
     print(f"RCE (Eq. 5) {'holds' if found.holds() else 'FAILS'} for {args.dtype}: {found}")
     raise SystemExit(int(not found.holds()))
 

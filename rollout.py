@@ -94,7 +94,6 @@ def history_ids(trajectory):
 
 
 # ---- the loop of Eq. 1 ---------------------------------------------------------------------------
-
 Turns = list[tuple[list[int], list[int]]]  # (response ids without stop token, observation ids)
 
 
@@ -277,8 +276,8 @@ def _read_common_prefix(model, prompts):
     cache = DynamicCache(config=model.config)
     if len(prompts) == 1 or any(layer.is_sliding for layer in cache.layers):
         return cache, 0  # a window would count the padding that follows the prefix
-    shared = len(os.path.commonprefix(prompts))  # of lists, too
-    shared = min(shared, min(map(len, prompts)) - 1)  # the next forward needs a token of each
+    shortest = min(map(len, prompts))  # of which the next forward needs a token
+    shared = min(len(os.path.commonprefix(prompts)), shortest - 1)
     if shared:
         _forward(model, cache, torch.tensor([prompts[0][:shared]], device=model.device))
         cache.batch_repeat_interleave(len(prompts))

@@ -12,9 +12,9 @@ What the paper does not state, and we chose (MEM1's values where it has them; al
  1. Advantages are whitened over the batch's action tokens; Eq. 10 says nothing about it.
  2. The critic is a separate copy of the student with a value head, read at g(t,k); its loss clips.
  3. Policy, reference and teacher are all scored at the sampling temperature.
- 4. The task reward is the sum of EM over the questions; a malformed response ends it with 0.
+ 4. The task reward is the EM summed over questions; a malformed response ends an episode at 0.
  5. log pi_old comes from the same packs as the update, so that the first ratio is exactly 1. What
-    the sampler recorded is compared with it in every step: the audit of Eq. 5 in the loop.
+    the sampler recorded is compared with it in every step, as a proxy of Eq. 5 in the loop.
  6. `tiny` makes student and teacher in one run of SFT; the student branches off half way.
 
 Shapes: N sampled action tokens of the batch, in the order trajectory, call, token; H hidden size.
@@ -66,9 +66,6 @@ def flag(default, text):
     return field(default=default, metadata={"help": text})
 
 
-UPDATES = Literal[tuple(update_rules(None))]
-
-
 @dataclass(frozen=True)
 class Config:
     """Every hyper-parameter, with the symbol and the source of its value; presets change some."""
@@ -95,9 +92,9 @@ class Config:
     top_k: int = flag(3, "passages of a search (Search-R1: 3)")
     max_obs: int = flag(1000, "tokens of an observation at most, in whole passages (MEM1: 1000)")
     steps: int = flag(500, "updates of pi_old (MEM1: 500)")
-    tasks_per_step: int = flag(128, "tasks that are rolled out in a step (MEM1: 128)")
+    tasks_per_step: int = flag(128, "tasks, or episodes of SFT, in a step (MEM1: 128)")
     horizon: int = flag(2, "questions per training task (Section 4.1: trained on Q2 only)")
-    update: UPDATES = flag("mem1", "the update rule U of Eq. 1 (Section 3.2: MEM1's)")
+    update: Literal[tuple(update_rules(None))] = flag("mem1", "U of Eq. 1 (Section 3.2: MEM1's)")
     reward: Literal["em", "f1"] = flag("em", "r_t of the last call, over all questions (MEM1: em)")
     temperature: float = flag(1.0, "sampling temperature; all log-probs use it, too (MEM1: 1)")
     max_new_tokens: int = flag(1000, "tokens of one response at most (MEM1: 1000)")
@@ -119,7 +116,7 @@ class Config:
     max_grad_norm: float = flag(1.0, "gradient clip of both (not in the paper; MEM1: 1)")
     horizons: list[int] = flag([2, 8, 16], "questions per task in the last table (Section 4.1)")
     eval_questions: int = flag(640, "held-out questions per horizon and model; 0: no table")
-    sft_data: str = flag("", "episodes of eval.py --keep_correct (Section 4.1: 20,036 examples)")
+    sft_data: str = flag("", "episodes of eval.py --keep_correct (Section 4.1: 20,036 turns)")
     sft_epochs: int = flag(1, "passes over them (Section 4.1: 1)")
     sft_lr: float = flag(1e-5, "learning rate of SFT, with warm-up and decay (not in the paper)")
     hidden_size: int = flag(128, "width of the toy models")
@@ -150,7 +147,7 @@ def train(config: Config) -> None:
     print_episode(shown, "before training", models, config)
 
     for step in progress(done, config.steps, f"{config.distill}, Q{config.horizon}"):
-        cost = {}  # seconds of each paragraph, and on CUDA its peak memory
+        cost = {}  # seconds of the paragraphs that take long, and on CUDA their peak memory
 
         # 1. Roll out (Section 3.2, Eq. 1): the student acts with compact memory.
         with clock(cost, "rollout"):
@@ -163,11 +160,11 @@ def train(config: Config) -> None:
             if config.distill == "history":  # the control of Figure 3a
                 teacher_packs = pack_histories(trajectories, config)
 
-        # 3. Score (Section 3.4): old policy, reference, critic and teacher read the same states.
+        # 3. Score (Section 3.4): old policy, reference, critic and teacher read these states.
         with clock(cost, "score"):
             logp_old, logp_ref, values, teacher_hidden = score(models, packs, teacher_packs, config)
 
-        # 4. Audit (Eq. 5): the packs must say what the sampler recorded.
+        # 4. Audit (Eq. 5, by proxy): the packs must say what the sampler recorded.
         with clock(cost, "audit"):
             mismatch = audit(models, trajectories, logp_old, step, config)
 
@@ -192,7 +189,7 @@ def train(config: Config) -> None:
 # ---- the parts of a step, in the order in which they are called ----------------------------------
 @dataclass(frozen=True)
 class Models:
-    """All that is on the device."""
+    """The four models of Section 3.2, and what trains two of them."""
 
     tokenizer: object
     student: torch.nn.Module  # pi_theta
@@ -252,8 +249,8 @@ def score(models, packs, teacher_packs, config):
 
 
 def audit(models, trajectories, logp_old, step, config):
-    """Eq. 5 in the loop: |recorded log-prob - that of the packed forward|, p99 and maximum; at
-    first also RCE itself, on a few tasks. Raises ValueError where it is more than rounding."""
+    """Eq. 5 by its proxy: |recorded log-prob - that of the packed forward|; a p99 beyond rounding
+    is a ValueError. In the first step RCE itself is printed, for a few tasks."""
     with unsharded(models.student):
         if step == 0 and rank() == 0:
             prompts, actions, prefix_lens = call_ids(trajectories[:4])
@@ -339,7 +336,7 @@ def update_policy(models, packs, batch, config, step=0):
         for _, optimizer in models.trained.values():
             optimizer.step()
             optimizer.zero_grad()
-        if epoch == 0:  # before any update every ratio is 1: the cheapest detector of a wrong state
+        if epoch == 0:  # before any update every ratio must be 1: scores and updates read the same
             metrics["first_max_logratio"] = metrics["max_logratio"]
             metrics["first_clipfrac"] = metrics["clipfrac"]
     return metrics
@@ -468,8 +465,8 @@ def sft(config):
 
 # ---- tasks, and what is shown of them ------------------------------------------------------------
 def open_data(config):
-    """tasks(split, n, k, step) -> n pairs (task of k questions, retriever): of the toy or of files,
-    where all are used before any comes again. Raises ValueError where held-out ones are known."""
+    """tasks(split, n, k, step) -> n pairs (task of k questions, retriever), of the toy or of files.
+    Raises ValueError where a held-out question is a training one."""
     horizons = config.horizons if config.eval_questions else []
     if not config.questions:
 
@@ -715,7 +712,7 @@ def check_finite(step, metrics, *models):
         raise FloatingPointError(problem)
 
 
-# ---- many devices, and bfloat16: on one device in float32 nothing here does anything -------------
+# ---- many devices, bfloat16, --offload: without them nothing here does anything ------------------
 # Each rank rolls out its own tasks with whole weights. Then all go through as many packs, since
 # every forward and backward of a sharded model is an exchange. Counts and norms are the whole
 # batch's.
@@ -856,7 +853,7 @@ def save(folder, model, tokenizer):
 
 
 def save_all(run, step, trained, tokenizer, trajectories, keep):
-    """The student, a checkpoint, all trajectories; OSError names what is left on failure."""
+    """The student, a checkpoint, the trajectories; OSError names what is left on failure."""
     try:
         save(run / "student", trained["student"][0], tokenizer)
         save_checkpoint(run, step, trained, keep)
