@@ -143,8 +143,6 @@ def train(config: Config) -> None:
         return
     models = load_models(config)
     done = resume(run, models.trained)
-    shown = task_to_learn(models, tasks, config)
-    print_episode(shown, "before training", models, config)
 
     for step in progress(done, config.steps, f"{config.distill}, Q{config.horizon}"):
         cost = {}  # seconds of the paragraphs that take long, and on CUDA their peak memory
@@ -182,7 +180,7 @@ def train(config: Config) -> None:
         if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
             save_all(run, step + 1, models.trained, models.tokenizer, trajectories, config.keep)
 
-    print_episode(shown, "after training", models, config)
+    print_learned(models, tasks, config)
     final_table(models, tasks, run, config)
 
 
@@ -522,25 +520,22 @@ def run_episodes(model, tasks, models, config, title=None):
         return envs, *evaluate(model, tokenizer, envs, *settings, progress=title)
 
 
-def task_to_learn(models, tasks, config):
-    """The task to print before and after training: of 32 held-out ones the first that the student
-    gets wrong and the teacher right, else the first; a training task where none is held out."""
-    candidates = tasks("test", 32, config.horizon) or tasks("train", 1, config.horizon)
-    wanted = [True] * len(candidates)
-    for model, right in ((models.student, False), (models.teacher, True)):
-        envs = run_episodes(model, candidates, models, config)[0] if model else []
-        for i, env in enumerate(envs):
-            wanted[i] &= right == (env.score()[0] == len(env.task.questions))
-    return candidates[wanted.index(True) if True in wanted else 0]
-
-
-def print_episode(task, when, models, config):
-    """What the student does with a task, decoded."""
-    (env,), _, (trajectory,) = run_episodes(models.student, [task], models, config)
-    answers = " ; ".join(accepted[0] for accepted in env.task.answers)
-    kind = "training" if config.questions and not config.test_questions else "held-out"
-    print0(f"\n--- one {kind} task {when}; the answers are {answers}")
-    print0(format_trajectory(trajectory, models.tokenizer) + "\n")
+def print_learned(models, tasks, config):
+    """Of 32 held-out tasks the first that the student gets right and the reference wrong, else the
+    first one, as both do it; a training task where none is held out."""
+    candidates = tasks("test", 32, config.horizon)
+    kind = "held-out" if candidates else "training"
+    candidates = candidates or tasks("train", 1, config.horizon)
+    old, _, before = run_episodes(models.reference, candidates, models, config)
+    new, _, after = run_episodes(models.student, candidates, models, config)
+    shown = 0
+    for i in reversed(range(len(candidates))):
+        if old[i].score()[0] < new[i].score()[0] == len(new[i].task.questions):
+            shown = i
+    answers = " ; ".join(accepted[0] for accepted in new[shown].task.answers)
+    for when, trajectories in (("before", before), ("after", after)):
+        print0(f"\n--- one {kind} task {when} training; the answers are {answers}")
+        print0(format_trajectory(trajectories[shown], models.tokenizer))
 
 
 def final_table(models, tasks, run, config):
