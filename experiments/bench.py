@@ -18,7 +18,6 @@ import sqlite3
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -29,7 +28,6 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen2Config
@@ -38,7 +36,7 @@ import losses
 import rollout
 from env import SqliteRetriever, json_records, open_retriever
 from eval import markdown
-from pack import Packed, action_hidden, pack, pad
+from pack import action_hidden, pack, pad
 
 MIB = 2**20
 
@@ -59,15 +57,13 @@ COLUMNS = (
 SINGLES = ("loop", "batch", "sorted")  # the ways without packs
 
 
-def pack_rows(model, rounds: int) -> Iterator[list[str]]:
+def pack_rows(model, rounds):
     """The cells under COLUMNS, two rows for each of WORKLOADS."""
     for title, workload in WORKLOADS.items():
         yield from compare_forms(model, title, *make_calls(**workload), rounds)
 
 
-def make_calls(
-    q: int, calls: int, rollouts: int = 1, append_only: bool = False, block: int = 200
-) -> tuple[list[list[int]], list[list[int]], list[int]]:
+def make_calls(q, calls, rollouts=1, append_only=False, block=200):
     """(prompts, actions, |q| of each call): random ids in blocks [x_t, a_t] of `block` tokens, give
     or take a fifth, half of them sampled. append_only: a call also reads all blocks before it."""
     rng = random.Random(0)
@@ -88,7 +84,7 @@ def make_calls(
     return prompts, actions, [q] * len(prompts)
 
 
-def compare_forms(model, title, prompts, actions, prefix_lens, rounds) -> Iterator[list[str]]:
+def compare_forms(model, title, prompts, actions, prefix_lens, rounds):
     """One workload: a row for packs that share q, and one for the whole tree."""
     forms = make_forms(model, prompts, actions, prefix_lens)
     ids = [torch.tensor(action, device=model.device) for action in actions]
@@ -121,7 +117,7 @@ def compare_forms(model, title, prompts, actions, prefix_lens, rounds) -> Iterat
         yield cells
 
 
-def make_forms(model, prompts, actions, prefix_lens) -> dict[str, Callable[[], Iterator]]:
+def make_forms(model, prompts, actions, prefix_lens):
     """The ways to read the calls: a loop of single ones, one padded batch, four batches sorted by
     length; packs that share q, or all that they can. Each yields, batch by batch, the numbers of
     its calls and their hidden states at g(t,k)."""
@@ -140,7 +136,7 @@ def make_forms(model, prompts, actions, prefix_lens) -> dict[str, Callable[[], I
     }
 
 
-def padded_batches(model, prompts, actions, size: int) -> Iterator[tuple[list[int], Tensor]]:
+def padded_batches(model, prompts, actions, size):
     """Batches of `size` calls of similar length. They are padded on the right and need no mask,
     which is SDPA's fastest case."""
     calls = [prompt + action for prompt, action in zip(prompts, actions)]
@@ -156,7 +152,7 @@ def padded_batches(model, prompts, actions, size: int) -> Iterator[tuple[list[in
         yield rows, torch.cat(found)
 
 
-def cross_entropy(model, form, ids: list[Tensor], backward: bool) -> None:
+def cross_entropy(model, form, ids, backward):
     """The summed loss of all calls with a full head, and its backward pass."""
     head = model.get_output_embeddings()
     with torch.set_grad_enabled(backward):
@@ -169,7 +165,7 @@ def cross_entropy(model, form, ids: list[Tensor], backward: bool) -> None:
 
 
 @torch.no_grad()
-def logits_of(model, form, actions) -> Tensor:
+def logits_of(model, form, actions):
     """(N, V), in the order of the calls."""
     head, parts = model.get_output_embeddings(), {}
     for rows, hidden in form():
@@ -178,7 +174,7 @@ def logits_of(model, form, actions) -> Tensor:
     return torch.cat([parts[c] for c in range(len(actions))]).float()
 
 
-def multiplications(model, packed: Packed) -> int:
+def multiplications(model, packed):
     """Of a forward pass: the layers' weights for each token, two products of the width for each
     visible pair, and the head for each action token."""
     config, layers = model.config, model.base_model.layers
@@ -189,7 +185,7 @@ def multiplications(model, packed: Packed) -> int:
     return len(packed.input_ids) * weights + attention + head
 
 
-def mib(model, run: Callable[[], None]) -> float:
+def mib(model, run):
     """MiB of a run: on CUDA its peak above what was there before, elsewhere what its forward passes
     keep for the backward."""
     if model.device.type == "cuda":
@@ -218,7 +214,7 @@ def mib(model, run: Callable[[], None]) -> float:
     return most / MIB
 
 
-def overhead(model) -> Iterator[str]:
+def overhead(model):
     """What building costs: a pack with its mask against the forward and backward that it serves,
     and the BlockMask against create_block_mask at S = 16,384."""
     prompts, actions, _ = make_calls(300, 8)
@@ -252,13 +248,13 @@ def overhead(model) -> Iterator[str]:
 
 
 # ---- losses: memory and time of Eq. 7, 10 and 11 at a real vocabulary ----------------------------
-def token_terms(logits: Tensor, teacher_logits: Tensor, action_ids: Tensor) -> Tensor:
+def token_terms(logits, teacher_logits, action_ids):
     """What an actor's loss needs of each token, (N,): log pi(a), H and KL."""
     kl = losses.reverse_kl(logits, teacher_logits)
     return losses.log_prob(logits, action_ids) + losses.entropy(logits) + kl
 
 
-def chunked(hidden, head, teacher_hidden, teacher_head, action_ids, chunk) -> Tensor:
+def chunked(hidden, head, teacher_hidden, teacher_head, action_ids, chunk):
     """The mean, a few tokens at a time."""
 
     def objective(logits, rows):
@@ -269,7 +265,7 @@ def chunked(hidden, head, teacher_hidden, teacher_head, action_ids, chunk) -> Te
     return losses.chunked_loss(objective, hidden, head, chunk=chunk)[0]
 
 
-def plain(hidden, head, teacher_hidden, teacher_head, action_ids, chunk) -> Tensor:
+def plain(hidden, head, teacher_hidden, teacher_head, action_ids, chunk):
     """The mean, with the logits of all tokens at once."""
     logits = losses.head_logits(hidden, head)
     teacher_logits = losses.head_logits(teacher_hidden, teacher_head)
@@ -279,7 +275,7 @@ def plain(hidden, head, teacher_hidden, teacher_head, action_ids, chunk) -> Tens
 LOSSES = {"chunked": chunked, "plain": plain}
 
 
-def loss_line(args: argparse.Namespace) -> str:
+def loss_line(args):
     """Both forms in one sentence: extra memory, time, and how far their gradients differ."""
     memory, seconds, gradients = {}, {name: [] for name in LOSSES}, {}
     with tempfile.TemporaryDirectory() as folder:
@@ -305,12 +301,12 @@ def loss_line(args: argparse.Namespace) -> str:
 
 
 def in_new_process(function, *args):
-    """function(*args), in a separate process: on a CPU the peak memory of one never falls."""
+    """function(*args) in a separate process: the peak that one reports on a CPU never falls."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         return pool.submit(function, *args).result()
 
 
-def measure_loss(name: str, args: argparse.Namespace, file: Path) -> tuple[float, float]:
+def measure_loss(name, args, file):
     """Peak MiB beyond the inputs, and seconds, of a form with its backward pass. Writes the
     gradients to hidden states and head to a file."""
     form = LOSSES[name]
@@ -325,23 +321,23 @@ def measure_loss(name: str, args: argparse.Namespace, file: Path) -> tuple[float
     return found
 
 
-def loss_inputs(args: argparse.Namespace, tokens: int, vocab_size: int) -> list[Tensor]:
+def loss_inputs(args, tokens, vocab_size):
     """Hidden states and head of student and teacher, and action ids. They are filled in place, so
     that no temporary copy raises the peak."""
     H, H_T = args.hidden_size, args.teacher_hidden_size
     g = torch.Generator(args.device).manual_seed(0)
     settings = {"device": args.device, "dtype": getattr(torch, args.dtype)}
     inputs = []
-    for rows, width in ((tokens, H), (vocab_size, H), (tokens, H_T), (vocab_size, H_T)):
-        scale = 1.0 if rows == tokens else 0.1
-        inputs.append(torch.empty(rows, width, **settings).normal_(0, scale, generator=g))
+    for width in (H, H_T):
+        for rows, scale in ((tokens, 1.0), (vocab_size, 0.1)):
+            inputs.append(torch.empty(rows, width, **settings).normal_(0, scale, generator=g))
     for x in inputs[:2]:  # the student's
         x.requires_grad_()
     inputs.append(torch.randint(vocab_size, (tokens,), generator=g, device=args.device))
     return inputs
 
 
-def peak_mib(device: str) -> float:
+def peak_mib(device):
     """The most memory that this process has held so far."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated() / MIB
@@ -350,7 +346,7 @@ def peak_mib(device: str) -> float:
 
 
 # ---- sampling: what generate gains by its two economies ------------------------------------------
-def sampling_rows(model, prompts, max_new_tokens: int, rounds: int) -> Iterator[list[str]]:
+def sampling_rows(model, prompts, max_new_tokens, rounds):
     """`generate`, which reads a common prefix once and lets finished rows leave, against itself
     without each of the two, and prompt by prompt: seconds, their ratio to those of `generate`, and
     how many responses are the same."""
@@ -398,7 +394,7 @@ def sampling_rows(model, prompts, max_new_tokens: int, rounds: int) -> Iterator[
 
 
 # ---- recall: what a search index finds -----------------------------------------------------------
-def recall(retriever, hotpotqa: str | Path) -> str:
+def recall(retriever, hotpotqa):
     """How many of the passages that HotpotQA's own JSON names for a question are among the first 3
     and 10 that the question finds, and the time of a query."""
 
@@ -422,7 +418,7 @@ def recall(retriever, hotpotqa: str | Path) -> str:
 
 
 # ---- clocks --------------------------------------------------------------------------------------
-def paired_seconds(model, runs: dict, rounds: int) -> dict:
+def paired_seconds(model, runs, rounds):
     """Seconds of every run in every round, each round in another order; one more warms up."""
     times, names = {name: [] for name in runs}, list(runs)
     for i in range(rounds + 1):
@@ -433,12 +429,12 @@ def paired_seconds(model, runs: dict, rounds: int) -> dict:
     return {name: seconds[1:] for name, seconds in times.items()}
 
 
-def fastest(model, run: Callable, n: int = 5) -> float:
+def fastest(model, run, n=5):
     """Seconds of a run, the least of n."""
     return min(seconds_of(model, run) for _ in range(n))
 
 
-def seconds_of(model, run: Callable) -> float:
+def seconds_of(model, run):
     """Of one call, with what it left to the device."""
     synchronize(model.device.type)
     start = time.perf_counter()
@@ -447,7 +443,7 @@ def seconds_of(model, run: Callable) -> float:
     return time.perf_counter() - start
 
 
-def synchronize(device: str) -> None:
+def synchronize(device):
     """Wait until a GPU has done what it was told."""
     if device.startswith("cuda"):
         torch.cuda.synchronize()
@@ -467,7 +463,7 @@ LOSS = {"tokens": 2048, "hidden_size": 512, "teacher_hidden_size": 512, "vocab_s
 SAMPLING = {**MODEL, "prompts": 32, "max_new_tokens": 128}
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser():
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     commands = parser.add_subparsers(dest="command")
@@ -486,9 +482,7 @@ def make_parser() -> argparse.ArgumentParser:
             add(f"--{size}", type=int, default=default, help=f"default {default}")
         if name == "losses":
             add("--chunk", type=int, help="tokens at a time (default: that of chunked_loss)")
-    command = commands.add_parser(
-        "recall", help="recall and time of an index, HotpotQA's questions"
-    )
+    command = commands.add_parser("recall", help="what an index finds for HotpotQA's questions")
     command.add_argument("index", help="an index, a JSONL of passages, or a server's URL")
     command.add_argument("hotpotqa", help="HotpotQA's own JSON")
     every = "let common words count too, whatever they cost"
@@ -496,7 +490,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def random_model(args: argparse.Namespace):
+def random_model(args):
     """A Qwen2 of the sizes given."""
     torch.manual_seed(0)
     sizes = {name: getattr(args, name) for name in MODEL}
@@ -505,7 +499,7 @@ def random_model(args: argparse.Namespace):
         return AutoModelForCausalLM.from_config(config, attn_implementation="packed").eval()
 
 
-def lines_of(args: argparse.Namespace) -> Iterator[str]:
+def lines_of(args):
     """What a command prints, each line as soon as it is known."""
     if args.command == "packs":
         model = random_model(args)

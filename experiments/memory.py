@@ -10,14 +10,13 @@ more than a quarter.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from eval import markdown
-from train import Config, parse_config
+from train import parse_config
 
 PHASES = ("roll out", "score", "update")  # named by their first letters in a table
 
@@ -37,7 +36,7 @@ class Sizes:
     kv: int  # numbers in the KV cache per token
 
 
-def model_sizes(path: str) -> Sizes:
+def model_sizes(path):
     """The sizes of a folder's or hub name's model, from its config alone. Raises ValueError where
     there is none."""
     try:
@@ -66,8 +65,8 @@ def model_sizes(path: str) -> Sizes:
     )
 
 
-def estimate(config: Config, devices: int) -> list[tuple[str, str, float]]:
-    """(part, phases, bytes) on each device; phases are first letters of PHASES."""
+def estimate(config, devices):
+    """(part, phases, bytes) on each device, phases by first letters of PHASES."""
     student = model_sizes(config.student)
     critic = model_sizes(config.critic or config.student)
     reference = model_sizes(config.reference or config.student)
@@ -79,57 +78,56 @@ def estimate(config: Config, devices: int) -> list[tuple[str, str, float]]:
 
     trained = student.P + critic.body + critic.H + 1
     frozen = reference.P + taught * teacher.P
-    tasks = math.ceil(config.tasks_per_step / devices)
+    tasks, S = math.ceil(config.tasks_per_step / devices), config.max_tokens
     longest_prompt = config.max_len - config.max_new_tokens
+    prompts = tasks * longest_prompt * (3 * student.I + 5 * student.H)
     calls = 2 * config.horizon + 2  # of an episode, at most
-    N, S = tasks * calls * config.max_new_tokens, config.max_tokens
-
-    # one layer reads a pack, or the head a chunk of its action tokens
-    prompts_in_layer = tasks * longest_prompt * (3 * student.I + 5 * student.H)
-    pack_in_layer = b * S * (3 * widest.I + 5 * widest.H)
-    chunk = 4 * student.V * min(S, max(64, 2**23 // student.V))  # logits in float32
-    logits = 3.5 * chunk + 2 * b * S * widest.H
-    # for backward a layer keeps 4 I of the MLP and 11 H of norms, attention and residuals; the
-    # backward itself adds 3 I
-    kept_per_layer = 4 * student.I + 11 * student.H
-    if config.gradient_checkpointing:
-        kept_per_layer = student.H
-    layer_backward = b * S * (7 * student.I + 11 * student.H)
-    # chunked_loss sums the head's gradient in float32; next to it stand a chunk's part of it, and
-    # what the loss makes of the chunk's logits
-    head = student.H * student.V
-    head_backward = 13 * chunk + (4 + b) * head
-    # the gradient of a tied head waits for that of the embedding; then both stand next to their sum
-    tied = student.P == student.body
-    waiting = b * head if tied and not fsdp else 0
-
-    unreduced = fsdp * (b + 4) * (student.rest + student.layer)
+    N = tasks * calls * config.max_new_tokens
+    layer = b * S * (3 * widest.I + 5 * widest.H)
+    logits = 3.5 * chunk_bytes(student.V, S) + 2 * b * S * widest.H
+    kept, working, unreduced = pack_backward(student, S, b, fsdp, config.gradient_checkpointing)
+    whole = fsdp * b * (widest.rest + 2 * widest.layer)
     return [
         ("student and critic: weights and two moments in float32", "rsu", 12 * trained / devices),
         ("their gradients in float32", "u", 4 * trained / devices),
         ("reference and teacher", "s" if config.offload else "rsu", b * frozen / devices),
         ("the student, whole", "r", fsdp * b * student.P),
         ("KV cache", "r", b * tasks * config.max_len * student.kv),
-        ("all prompts in one layer", "r", b * prompts_in_layer),
+        ("all prompts in one layer", "r", b * prompts),
         ("logits and probabilities of the next tokens", "r", 28 * tasks * student.V),
         ("the teacher's hidden states and head", "u", taught * b * teacher.H * (N + teacher.V)),
-        ("a pack in one layer, or a chunk of the vocabulary", "s", max(pack_in_layer, logits)),
-        ("a pack: what all layers keep for backward", "u", b * S * student.L * kept_per_layer),
-        (
-            "a pack: one layer, or a chunk of the vocabulary, with gradients",
-            "u",
-            max(layer_backward + waiting, head_backward, 3 * waiting),
-        ),
-        (
-            "embedding, head and two layers, whole",
-            "su",
-            fsdp * b * (widest.rest + 2 * widest.layer),
-        ),
+        ("a pack in one layer, or a chunk of the vocabulary", "s", max(layer, logits)),
+        ("a pack: what all layers keep for backward", "u", kept),
+        ("a pack: one layer, or a chunk of the vocabulary, with gradients", "u", working),
+        ("embedding, head and two layers, whole", "su", whole),
         ("their gradients before they are reduced", "u", unreduced),
     ]
 
 
-def memory_table(config: Config) -> Iterator[str]:
+def pack_backward(model, S, b, fsdp, gradient_checkpointing):
+    """Bytes that a loss on a pack of S tokens needs: what all layers keep for the backward pass,
+    what the layer or the chunk at work needs, and whole gradients before FSDP reduces them."""
+    # a layer keeps 4 I of its MLP and 11 H of norms, attention and residuals; backward adds 3 I
+    kept = model.H if gradient_checkpointing else 4 * model.I + 11 * model.H
+    layer = b * S * (7 * model.I + 11 * model.H)
+    unreduced = fsdp * (b + 4) * (model.rest + model.layer)
+    # chunked_loss: the head's gradient in float32 with a chunk's part of it, and what the loss
+    # makes of the chunk's logits. All that is over when gradients begin to wait for FSDP
+    head = model.H * model.V
+    chunks = 13 * chunk_bytes(model.V, S) + (4 + b) * head - unreduced
+    # without FSDP the gradient of a tied head waits through all layers for that of the embedding,
+    # and then both stand next to their sum
+    tied = model.P == model.body
+    waiting = b * head if tied and not fsdp else 0
+    return b * S * model.L * kept, max(layer + waiting, chunks, 3 * waiting), unreduced
+
+
+def chunk_bytes(V, S):
+    """The logits of a chunk (see losses.chunks), in float32."""
+    return 4 * V * min(S, max(64, 2**23 // V))
+
+
+def memory_table(config):
     """`estimate` for 1, 2 and 4 devices, in GiB, as the lines of a Markdown table. Raises
     ValueError for a config whose models are not made yet."""
     if not config.student:
@@ -148,7 +146,7 @@ def memory_table(config: Config) -> Iterator[str]:
     return markdown(["GiB on each device", "when", *map(str, devices)], rows)
 
 
-def gib(n: float) -> str:
+def gib(n):
     return f"{n / 2**30:.2f}"
 
 

@@ -29,6 +29,7 @@ from eval import METRICS, evaluate, markdown, read_records, same_settings
 from experiments.audit import audit_teacher
 from rollout import load, load_trajectories, write
 
+TRAIN = Path(__file__).parents[1] / "train.py"
 VARIANTS = {
     "PPO": ["--distill", "none"],
     "history": ["--distill", "history"],
@@ -48,9 +49,6 @@ CURVES = {
     "logp_mismatch": "logp_mismatch, p99",
     "clipfrac": "share of clipped ratios",
 }
-
-
-TRAIN = Path(__file__).parents[1] / "train.py"
 
 
 # ---- the study -----------------------------------------------------------------------------------
@@ -151,8 +149,8 @@ def result(seed, name, variants, args, flags):
 
 def make_run(run, flags):
     """Run train.py, or resume it. Raises ValueError with its last words if it fails."""
-    # in a separate process, which gives back all memory when it ends, and which in bfloat16 makes
-    # a process group for itself; the log has all that it said, with the way to what was saved
+    # in a separate process: when it ends all its memory is free, and main() of train.py sets up
+    # what bfloat16 needs and says, in the log, how a failed run can be resumed
     log = run.with_name(f"{run.name}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(TRAIN), "--run_dir", str(run), *flags]

@@ -6,9 +6,11 @@ import inspect
 import math
 import random
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -358,34 +360,45 @@ def test_bfloat16_is_judged_against_float32():
     farther: right packs hold, wrong positions do not."""
     model = tiny(vocab_size=len(TOKENIZER)).to(torch.bfloat16)
     prompts, actions, _ = call_ids(trajectories("mem1"))
-    found = rce(model, prompts, actions)
+    truth = copy.deepcopy(model).float()
+    found = rce(model, prompts, actions, truth=truth)
     assert found.holds(), str(found)
     ours, single = found.summary(), found.single.summary()
-    assert single["max_dlogit"] > 1e-3 and 0.3 < ours["p99_dlogp"] / single["p99_dlogp"] < 2
+    assert single["max_dlogit"] > 1e-3
+    assert 0.3 < ours["p99_dlogp"] / single["p99_dlogp"] < 2
 
-    packs, truth = pack_all(prompts, actions, 4096), copy.deepcopy(model).float()
+    packs = pack_all(prompts, actions, 4096)
     wrong = packed_hidden(model, corrupted(packs)["positions only"])
     found = compare(model, {"wrong": wrong}, prompts, actions, truth=truth)
     assert found["single calls"].holds() and not found["wrong"].holds()
 
 
 # ---- the command ---------------------------------------------------------------------------------
-def test_rce_needs_pack_alone():
-    """To copy Eq. 5, a reader takes rce.py and pack.py: nothing but the demonstration and the
-    command, nor what it calls, uses a name imported from rollout.py."""
-    tree = ast.parse(inspect.getsource(rce_file))
-    theirs, uses = set(), {}
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and node.module == "rollout":
-            theirs |= {alias.asname or alias.name for alias in node.names}
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            names = [part.id for part in ast.walk(node) if isinstance(part, ast.Name)]
-            uses[node.name] = set(names)
-    wanted = "rce compare Difference checked_packs check_ids packed_hidden independent_logits"
-    assert set(wanted.split()) <= uses.keys()
-    assert theirs and theirs <= uses["main"] | uses["demo"]
-    for name in uses.keys() - {"main", "demo"}:
-        assert not uses[name] & (theirs | {"main", "demo"}), name
+ALONE = """
+from transformers import AutoModelForCausalLM, LlamaConfig
+from rce import rce
+shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+config = LlamaConfig(vocab_size=50, num_attention_heads=4, initializer_range=0.4, **shape)
+model = AutoModelForCausalLM.from_config(config, attn_implementation="packed").eval()
+print(rce(model, [[1, 2], [1, 2, 3]], [[4, 5], [6]]).holds())
+"""
+
+
+def test_rce_needs_pack_alone(tmp_path):
+    """To copy Eq. 5, a reader takes rce.py and pack.py: a script beside the two finds all that it
+    needs, and only the demonstration and the command import from rollout.py."""
+    for name in ("rce.py", "pack.py"):
+        shutil.copy(Path(rce_file.__file__).parent / name, tmp_path)
+    (tmp_path / "alone.py").write_text(ALONE)
+    script = [sys.executable, "alone.py"]
+    out = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True)
+    assert out.stdout.strip() == "True", out.stderr
+    importers = set()
+    for node in ast.parse(inspect.getsource(rce_file)).body:
+        modules = [getattr(part, "module", None) for part in ast.walk(node)]
+        if "rollout" in modules:
+            importers.add(getattr(node, "name", "the file itself"))
+    assert importers == {"demo", "main"}
 
 
 def command(*args):

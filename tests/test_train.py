@@ -23,8 +23,8 @@ from env import ToyWiki, toy_envs, toy_texts
 from eval import append, as_text
 from losses import gae
 from pack import action_hidden, pack
-from rollout import check_tokenizers, load_trajectories, mem1, replay, rollout, scripted
-from rollout import train_tokenizer, uninterrupted
+from rollout import Call, Trajectory, check_tokenizers, load_trajectories, mem1, replay, rollout
+from rollout import scripted, train_tokenizer, uninterrupted
 from test_rce import TOKENIZER, trajectories
 from tiny import tiny
 from train import (
@@ -43,9 +43,9 @@ from train import (
     pack_calls,
     pack_histories,
     parse_config,
+    print_learned,
     resume,
     save_checkpoint,
-    task_to_learn,
     update_policy,
     values_of,
 )
@@ -355,53 +355,69 @@ def test_curriculum_and_schedule():
 class Agent(torch.nn.Module):
     """Answers the first right[i] questions of task i, in the order in which it meets the tasks."""
 
-    def __init__(self, *right):
+    def __init__(self, name, *right):
         super().__init__()
-        self.right = right
+        self.name, self.right = name, right
 
 
 def answer(model, tokenizer, envs, *settings, progress=None):
-    """What `evaluate` does to the environments."""
+    """Instead of `evaluate`: episodes of one call, whose text says whose they are."""
+    trajectories = []
     for i, env in enumerate(envs):
         n = model.right[i] if i < len(model.right) else 0
         env.answers = [accepted[0] for accepted in env.task.answers[:n]]
-    return {}, []
+        ids = tokenizer.encode(f"{model.name} on task {i}")
+        call = Call([1], ids, [0.0] * len(ids), [])
+        trajectories.append(Trajectory(env.task.id, 1, [call]))
+    return {}, trajectories
+
+
+def printed_task(monkeypatch, capsys, reference, student, tasks, config):
+    """(kind, when, answers, episode) of both episodes that a run prints at its end."""
+    monkeypatch.setattr(train_file, "evaluate", answer)
+    old, new = Agent("old", *reference), Agent("new", *student)
+    print_learned(Models(TOKENIZER, new, None, old, None, None, {}), tasks, config)
+    layout = r"--- one (.*) task (.*) training; the answers are (.*)\nq: .*\na_0 .*: (.*)"
+    return re.findall(layout, capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
-    "student, teacher, expected",
+    "reference, student, expected",
     [
         ((2, 0, 1, 0), (2, 1, 2, 2), 2),  # half right is wrong
-        ((2, 2, 0), (2, 2, 1), 0),  # no such task: the first
-        ((0,) * 31 + (1,), (0,) * 31 + (2,), 31),
-        ((0,) * 32 + (1,), (0,) * 32 + (2,), 0),  # it does not look further
+        ((2, 2, 0), (2, 1, 1), 0),  # nothing was learned: the first
+        ((0,) * 32, (0,) * 31 + (2,), 31),
+        ((0,) * 33, (0,) * 32 + (2,), 0),  # it does not look further
     ],
 )
-def test_the_printed_task_is_one_to_learn(monkeypatch, student, teacher, expected):
-    """The first of 32 held-out tasks that the student gets wrong and the teacher right, else the
-    first."""
-    monkeypatch.setattr(train_file, "evaluate", answer)
+def test_the_printed_task_is_one_that_was_learned(
+    monkeypatch, capsys, reference, student, expected
+):
+    """The first of 32 held-out tasks that the student gets right and the reference wrong, else the
+    first, as both do it."""
     config = parse_config(["--device", "cpu"])
     tasks = open_data(config)
-    models = Models(TOKENIZER, Agent(*student), None, None, Agent(*teacher), None, {})
-    task, _ = task_to_learn(models, tasks, config)
-    assert task == tasks("test", 32, 2)[expected][0]
+    found = printed_task(monkeypatch, capsys, reference, student, tasks, config)
+    task, _ = tasks("test", 32, 2)[expected]
+    answers = " ; ".join(accepted[0] for accepted in task.answers)
+    assert found == [
+        ("held-out", "before", answers, f"old on task {expected}"),
+        ("held-out", "after", answers, f"new on task {expected}"),
+    ]
 
 
-@pytest.mark.parametrize("offload", [True, False])
-def test_a_task_is_printed_without_a_teacher_and_without_held_out_tasks(monkeypatch, offload):
-    monkeypatch.setattr(train_file, "evaluate", answer)
-    config = replace(parse_config(["--device", "cpu", "--distill", "none"]), offload=offload)
+def test_a_training_task_is_printed_where_none_is_held_out(monkeypatch, capsys):
+    config = parse_config("--device cpu --distill none --offload".split())
     toy = open_data(config)
-    models = Models(TOKENIZER, Agent(2, 2), None, None, None, None, {})
-    task, _ = task_to_learn(models, toy, config)
-    assert task in [candidate for candidate, _ in toy("test", 32, 2)]
 
-    def only_training(split, *args):
+    def tasks(split, *args):
         return [] if split == "test" else toy(split, *args)
 
-    task, _ = task_to_learn(models, only_training, config)
-    assert task == toy("train", 1, 2)[0][0]
+    found = printed_task(monkeypatch, capsys, (0,), (2,), tasks, config)
+    assert [(kind, episode) for kind, _, _, episode in found] == [
+        ("training", "old on task 0"),
+        ("training", "new on task 0"),
+    ]
 
 
 # ---- the command line ----------------------------------------------------------------------------
@@ -457,6 +473,12 @@ def test_precedence_is_defaults_preset_flags():
     assert parse_config(["--horizons", "3", "1"]).horizons == [3, 1]
 
 
+def in_process(monkeypatch, *args):
+    """The command, in this process: a message that it ends with is SystemExit's."""
+    monkeypatch.setattr("sys.argv", ["train.py", *args])
+    train_file.main()
+
+
 def test_an_existing_run_is_never_overwritten(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/metrics.jsonl").write_text("precious\n")
@@ -466,14 +488,15 @@ def test_an_existing_run_is_never_overwritten(tmp_path):
     assert (tmp_path / "mine/metrics.jsonl").read_text() == "precious\n"
 
 
-def test_a_horizon_beyond_the_toy_is_refused_before_any_work(tmp_path):
-    out = command(*FAST, "--horizons", "2", "300", "--run_dir", "r", cwd=tmp_path)
-    assert out.returncode == 1 and "no 300 questions" in out.stderr
-    assert "Traceback" not in out.stderr and not (tmp_path / "r").exists()
+def test_a_horizon_beyond_the_toy_is_refused_before_any_work(tmp_path, monkeypatch):
+    args = [*FAST, "--horizons", "2", "300", "--run_dir", str(tmp_path / "r")]
+    with pytest.raises(SystemExit, match="^train.py: .*no 300 questions"):
+        in_process(monkeypatch, *args)
+    assert not (tmp_path / "r").exists()
 
 
 # ---- models and data from files ------------------------------------------------------------------
-def test_models_from_folders(tmp_path):
+def test_models_from_folders(tmp_path, monkeypatch):
     """--student and --teacher skip the warm start; another width and vocabulary padding of the
     teacher are fine, another tokenizer is not."""
     student = tiny("llama", vocab_size=300)
@@ -481,25 +504,23 @@ def test_models_from_folders(tmp_path):
     for name, model in (("student", student), ("teacher", teacher)):
         model.save_pretrained(tmp_path / name)
         TOKENIZER.save_pretrained(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
     more = "--max_len 2000 --steps 1 --student student --teacher teacher"
     args = [*FAST, *more.split()]
-    out = command(*args, "--run_dir", "r", cwd=tmp_path)
-    assert out.returncode == 0, out.stderr
+    in_process(monkeypatch, *args, "--run_dir", "r")
     assert metrics(tmp_path / "r", "rl")[0]["teacher_kl"] > 0
     assert not (tmp_path / "r/warm_start").exists()
-
-    def refused(message, *more):
-        offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
-        out = command(*args, *more, cwd=tmp_path, env=offline)
-        assert out.returncode == 1 and message in out.stderr and "Traceback" not in out.stderr
-
-    refused("raise max_len", "--max_len", "100", "--run_dir", "r2")
-    train_tokenizer(["quite another text"], 280).save_pretrained(tmp_path / "teacher")
-    refused("different tokenizers", "--run_dir", "r3")
-    refused("nowhere", "--teacher", "nowhere", "--run_dir", "r4")
-    tiny("llama", vocab_size=100).save_pretrained(tmp_path / "student")
+    with pytest.raises(SystemExit, match="^train.py: .*raise max_len"):
+        in_process(monkeypatch, *args, "--max_len", "100", "--run_dir", "r2")
+    train_tokenizer(["quite another text"], 280).save_pretrained("teacher")
+    with pytest.raises(SystemExit, match="^train.py: .*different tokenizers"):
+        in_process(monkeypatch, *args, "--run_dir", "r3")
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    out = command(*args, "--teacher", "nowhere", "--run_dir", "r4", cwd=tmp_path, env=offline)
+    assert out.returncode == 1 and "nowhere" in out.stderr and "Traceback" not in out.stderr
+    tiny("llama", vocab_size=100).save_pretrained("student")
     with pytest.raises(ValueError, match="the model only 100"):
-        load_model(str(tmp_path / "student"), Config(device="cpu"))
+        load_model("student", Config(device="cpu"))
 
 
 def test_tokenizers_are_compared_by_id():
@@ -694,12 +715,6 @@ def test_a_killed_run_resumes_bit_for_bit(runs, tmp_path):
     assert same_weights(weights(whole), weights(killed))
     assert [path.name for path in checkpoints(killed)] == ["step-000002", "step-000004"]
     assert not list(killed.rglob(".saving-*"))
-
-
-def in_process(monkeypatch, *args):
-    """The command, in this process."""
-    monkeypatch.setattr("sys.argv", ["train.py", *args])
-    train_file.main()
 
 
 @pytest.mark.parametrize(
