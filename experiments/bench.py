@@ -464,6 +464,7 @@ SAMPLING = {**MODEL, "prompts": 32, "max_new_tokens": 128}
 
 
 def make_parser():
+    """The four commands and their flags."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     commands = parser.add_subparsers(dest="command")
