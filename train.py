@@ -482,7 +482,8 @@ def open_data(config):
         if task.questions in known:
             problem = f"held-out question {task.id} is a training question too"
             raise ValueError(f"{problem}: {task.questions[0]}")
-    sets = [("train", train, config.horizon)] + [("test", test, k) for k in horizons if test]
+    shown = dict.fromkeys([config.horizon, *horizons]) if test else []
+    sets = [("train", train, config.horizon)] + [("test", test, k) for k in shown]
     for name, questions, k in sets:
         n = len(compose(questions, k))
         print0(f"{name}: {len(questions)} questions make {n} tasks of {k}")
@@ -588,11 +589,8 @@ def load_models(config):
     teacher = teacher_head = None
     if config.distill != "none":
         teacher = frozen(config.teacher, tokenizer, config)
-        teacher_head = (
-            full_tensor(teacher.get_output_embeddings().weight)
-            .detach()
-            .to(config.device, copy=True)
-        )
+        head = teacher.get_output_embeddings().weight
+        teacher_head = full_tensor(head).detach().to(config.device, copy=True)
     student, adam = trainable(student, config.actor_lr, config)
     critic, critic_adam = trainable(critic, config.critic_lr, config)
     trained = {"student": (student, adam), "critic": (critic, critic_adam)}
