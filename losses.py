@@ -155,7 +155,10 @@ def chunked_loss(loss, hidden, head, temperature=1.0, chunk=None):
         grad = grad / temperature
         grad = grad.to(w.dtype)
         grad_hidden[rows] = grad @ w
-        grad_head += grad.T @ h
+        if w.dtype == dtype:
+            grad_head.addmm_(grad.T, h)  # without a second tensor of the head's size
+        else:
+            grad_head += grad.T @ h
         total += part.detach()
         for name, x in found.items():
             metrics[name].append(x.detach())

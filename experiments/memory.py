@@ -31,7 +31,7 @@ class Sizes:
     rest: int  # those outside the layers
     L: int  # layers
     H: int  # hidden size
-    I: int  # noqa: E741  intermediate size of the MLP
+    I: int  # intermediate size of the MLP
     V: int  # vocabulary
     kv: int  # numbers in the KV cache per token
 
@@ -111,10 +111,11 @@ def pack_backward(model, S, b, fsdp, gradient_checkpointing):
     kept = model.H if gradient_checkpointing else 4 * model.I + 11 * model.H
     layer = b * S * (7 * model.I + 11 * model.H)
     unreduced = fsdp * (b + 4) * (model.rest + model.layer)
-    # chunked_loss: the head's gradient in float32 with a chunk's part of it, and what the loss
-    # makes of the chunk's logits. All that is over when gradients begin to wait for FSDP
+    # chunked_loss: the head's gradient in float32, with a chunk's part of it in lower precision, and
+    # what the loss makes of the chunk's logits. All that is over when gradients wait for FSDP
     head = model.H * model.V
-    chunks = 13 * chunk_bytes(model.V, S) + (4 + b) * head - unreduced
+    part = 0 if b == 4 else b
+    chunks = 13 * chunk_bytes(model.V, S) + (4 + part) * head - unreduced
     # without FSDP the gradient of a tied head waits through all layers for that of the embedding,
     # and then both stand next to their sum
     tied = model.P == model.body
