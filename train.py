@@ -880,8 +880,10 @@ def resume(run, trained):
         state = training_state(trained)
         dcp.load(state, checkpoint_id=str(newest), no_dist=not dist.is_initialized())
         for name, (model, optimizer) in trained.items():
+            rate = optimizer.param_groups[0]["lr"]  # of this run: a flag may have changed it
             weights, moments = state[name], state[f"{name}_optimizer"]
             set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+            optimizer.param_groups[0]["lr"] = rate
         done = int(newest.name.removeprefix("step-"))
         print0(f"resumes after {done} steps, from {newest}")
     for line in file.read_text().splitlines() if file.exists() else []:
