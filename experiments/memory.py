@@ -31,7 +31,7 @@ class Sizes:
     rest: int  # those outside the layers
     L: int  # layers
     H: int  # hidden size
-    I: int  # intermediate size of the MLP
+    M: int  # width of the MLP
     V: int  # vocabulary
     kv: int  # numbers in the KV cache per token
 
@@ -59,7 +59,7 @@ def model_sizes(path):
         rest=P - layer * L,
         L=L,
         H=config.hidden_size,
-        I=config.intermediate_size,
+        M=config.intermediate_size,
         V=config.vocab_size,
         kv=2 * L * config.num_key_value_heads * width,
     )
@@ -80,10 +80,10 @@ def estimate(config, devices):
     frozen = reference.P + taught * teacher.P
     tasks, S = math.ceil(config.tasks_per_step / devices), config.max_tokens
     longest_prompt = config.max_len - config.max_new_tokens
-    prompts = tasks * longest_prompt * (3 * student.I + 5 * student.H)
+    prompts = tasks * longest_prompt * (3 * student.M + 5 * student.H)
     calls = 2 * config.horizon + 2  # of an episode, at most
     N = tasks * calls * config.max_new_tokens
-    layer = b * S * (3 * widest.I + 5 * widest.H)
+    layer = b * S * (3 * widest.M + 5 * widest.H)
     logits = 3.5 * chunk_bytes(student.V, S) + 2 * b * S * widest.H
     kept, working, unreduced = pack_backward(student, S, b, fsdp, config.gradient_checkpointing)
     whole = fsdp * b * (widest.rest + 2 * widest.layer)
@@ -107,20 +107,20 @@ def estimate(config, devices):
 def pack_backward(model, S, b, fsdp, gradient_checkpointing):
     """Bytes that a loss on a pack of S tokens needs: what all layers keep for the backward pass,
     what the layer or the chunk at work needs, and whole gradients before FSDP reduces them."""
-    # a layer keeps 4 I of its MLP and 11 H of norms, attention and residuals; backward adds 3 I
-    kept = model.H if gradient_checkpointing else 4 * model.I + 11 * model.H
-    layer = b * S * (7 * model.I + 11 * model.H)
+    # a layer keeps 4 M of its MLP and 11 H of norms, attention and residuals; backward adds 3 M
+    kept = model.H if gradient_checkpointing else 4 * model.M + 11 * model.H
+    layer = b * S * (7 * model.M + 11 * model.H)
     unreduced = fsdp * (b + 4) * (model.rest + model.layer)
-    # chunked_loss: the head's gradient in float32, with a chunk's part of it in lower precision, and
-    # what the loss makes of the chunk's logits. All that is over when gradients wait for FSDP
-    head = model.H * model.V
-    part = 0 if b == 4 else b
-    chunks = 13 * chunk_bytes(model.V, S) + (4 + part) * head - unreduced
-    # without FSDP the gradient of a tied head waits through all layers for that of the embedding,
-    # and then both stand next to their sum
+    # chunked_loss: the head's gradient in float32, in lower precision also a chunk's part of it,
+    # and what the loss makes of the chunk's logits. That is over when gradients wait for FSDP
+    head = b * model.H * model.V
+    part = 0 if b == 4 else head
+    chunks = 13 * chunk_bytes(model.V, S) + 4 * model.H * model.V + part - unreduced
+    # without FSDP: this gradient and its scaled copy; where the head is tied, the copy waits
+    # through all layers for the embedding's gradient, and then both stand next to their sum
     tied = model.P == model.body
-    waiting = b * head if tied and not fsdp else 0
-    return b * S * model.L * kept, max(layer + waiting, chunks, 3 * waiting), unreduced
+    waiting, copies = (0, 0) if fsdp else (tied * head, (2 + tied) * head)
+    return b * S * model.L * kept, max(layer + waiting, chunks, copies), unreduced
 
 
 def chunk_bytes(V, S):

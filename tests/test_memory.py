@@ -40,6 +40,7 @@ SHAPES = {
     "layers": (1024, 300, 4, 512, 128, 192),
     "vocabulary": (1280, 20_000, 1, 128, 64, 96),  # logits in three chunks
     "head": (16, 20_000, 1, 64, 512, 128),
+    "untied head": (16, 20_000, 1, 64, 512, 128),
 }
 
 
@@ -59,7 +60,8 @@ def config_of(tmp_path, request):
         S, V, layers, intermediate_size, H, H_T = SHAPES[shape]
         settings = {"vocab_size": V, "intermediate_size": intermediate_size}
         settings |= {"num_hidden_layers": layers, "num_attention_heads": 4}
-        for name, size, tied in (("student", H, True), ("teacher", H_T, False)):
+        tied = shape != "untied head"
+        for name, size, tied in (("student", H, tied), ("teacher", H_T, False)):
             config = Qwen2Config(
                 hidden_size=size, num_key_value_heads=2, tie_word_embeddings=tied, **settings
             )
@@ -127,22 +129,29 @@ def expected(config, phase, *without):
     return total
 
 
+def random_ids(rng, n):
+    return [rng.randrange(300) for _ in range(n)]
+
+
 def random_pack(tokens):
     """Four calls, each with a prompt of one token."""
     rng = random.Random(0)
-
-    def ids(n):
-        return [rng.randrange(300) for _ in range(n)]
-
-    prompts = [ids(1) for _ in range(4)]
-    packed = pack(prompts, [ids(tokens // 4 - 1) for _ in range(4)], share=0)
+    prompts = [random_ids(rng, 1) for _ in range(4)]
+    actions = [random_ids(rng, tokens // 4 - 1) for _ in range(4)]
+    packed = pack(prompts, actions, share=0)
     assert len(packed.input_ids) == tokens
     return packed
 
 
 @pytest.mark.parametrize(
     "shape, checkpointing",
-    [("layers", True), ("layers", False), ("vocabulary", True), ("head", True)],
+    [
+        ("layers", True),
+        ("layers", False),
+        ("vocabulary", True),
+        ("head", True),
+        ("untied head", True),
+    ],
 )
 def test_an_update(config_of, shape, checkpointing):
     """Weights, gradients and moments to the byte; the whole of an update at most a quarter above
@@ -194,8 +203,7 @@ def test_a_rollout(config_of):
     """Prompts, KV cache, logits, and with FSDP the student's whole weights."""
     config = replace(config_of("layers"), tasks_per_step=16, max_len=256, max_new_tokens=16)
     student, _ = trainable(build(config.student), 1e-3, config)
-    rng = random.Random(0)
-    prompts = [[rng.randrange(300) for _ in range(240)] for _ in range(16)]
+    prompts = [random_ids(random.Random(i), 240) for i in range(16)]
 
     def sample():
         with unsharded(student):

@@ -126,7 +126,10 @@ def same_weights(a, b):
     one, other = weights(a), weights(b)
     assert one.keys() == other.keys()
     for name in one:
-        assert near(one[name], other[name], 1e-5), name
+        # a key's bias shifts all scores of a row alike: its gradient is rounding, which Adam
+        # magnifies
+        tolerance = 1e-3 if name.endswith("k_proj.bias") else 1e-5
+        assert near(one[name], other[name], tolerance), name
 
 
 def same_runs(a, b):
