@@ -362,9 +362,7 @@ def load_questions(path):
     def read(record):
         flashrag = "golden_answers" in record  # else HotpotQA
         name, question = record.get("id" if flashrag else "_id"), record.get("question")
-        answers = record.get("golden_answers" if flashrag else "answer")
-        if isinstance(answers, str):
-            answers = [answers]
+        answers = record["golden_answers"] if flashrag else [record.get("answer")]
         if name is None or name in seen:
             raise ValueError(f"the id {name!r} is none, or seen before")
         if not isinstance(question, str) or not question.strip():
