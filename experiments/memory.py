@@ -115,12 +115,13 @@ def pack_backward(model, S, b, fsdp, gradient_checkpointing):
     # and what the loss makes of the chunk's logits. That is over when gradients wait for FSDP
     head = b * model.H * model.V
     part = 0 if b == 4 else head
-    chunks = 13 * chunk_bytes(model.V, S) + 4 * model.H * model.V + part - unreduced
+    states = 6 * b * S * model.H  # hidden states and their gradients
+    chunks = 13 * chunk_bytes(model.V, S) + 4 * model.H * model.V + part + states - unreduced
     # without FSDP: this gradient and its scaled copy; where the head is tied, the copy waits
     # through all layers for the embedding's gradient, and then both stand next to their sum
     tied = model.P == model.body
     waiting, copies = (0, 0) if fsdp else (tied * head, (2 + tied) * head)
-    return b * S * model.L * kept, max(layer + waiting, chunks, copies), unreduced
+    return b * S * model.L * kept, max(layer + waiting, chunks, copies + states), unreduced
 
 
 def chunk_bytes(V, S):
