@@ -21,19 +21,24 @@ import json
 import os
 import random
 import re
+import signal
 import sqlite3
 import string
 import time
 import unicodedata
+import warnings
+import zlib
 from collections import Counter, defaultdict
-
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import cache
 from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Lock
 from urllib.error import HTTPError
 from urllib.parse import quote
-from urllib.request import Request, urlopen
+from urllib.request import ProxyHandler, Request, build_opener, urlopen
 
 from tqdm import tqdm
 
@@ -43,6 +48,7 @@ PROTOCOL = (
     "</think> . Then write either <search> one query </search> or , when nothing is open , "
     "<answer> all answers , joined by ; </answer> ."
 )
+BROKEN = (ValueError, TypeError, KeyError, AttributeError, RecursionError)  # data of another form
 ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
 STOP = ("</search>", "</answer>")  # a response ends with one of these
 
@@ -75,7 +81,7 @@ class SearchEnv:
 
     def prompt(self):
         """The text of q, the same in every call: the protocol and the questions."""
-        return f"{PROTOCOL}\nQuestions : {' ; '.join(self.task.questions)}\n"
+        return f"{PROTOCOL}\nQuestions : {plain(' ; '.join(self.task.questions))}\n"
 
     def step(self, response: str) -> tuple[str, float, bool]:
         """Eq. 1: (o_t, r_t, d_t) = E(a_t)."""
@@ -115,7 +121,7 @@ class SearchEnv:
         """The text of o_t. A passage that does not fit is left out whole, the last one first."""
         hint = f"{self.turns_left} turns left" if self.turns_left > 1 else "last turn : answer now"
         for n in range(len(passages), -1, -1):
-            body = " ".join(f"( {p.title} ) {p.text}" for p in passages[:n])
+            body = plain(" ".join(f"( {p.title} ) {p.text}" for p in passages[:n]))
             if n == 0:
                 body = "what was found is too long" if passages else "nothing found"
             self.observation = f"\n<information> [ {hint} ] {body} </information>\n"
@@ -133,6 +139,12 @@ class SearchEnv:
             em += exact_match(answer, accepted, rule)
             f1 += token_f1(answer, accepted, rule)
         return em, f1
+
+
+def plain(text):
+    """Data without markup: `</information>` and `<|im_end|>` become `< /information>` and so on, so
+    that no passage or question can end a block or a turn."""
+    return re.sub(r"<(?=[^\s<>]+>)", "< ", text)
 
 
 RULES = ("squad", "hotpotqa", "mem1")  # whose definition of EM and F1
@@ -177,9 +189,14 @@ class Passage:
     text: str
 
 
+# an index is closed with its object; closing it from a finalizer would swallow a Ctrl-C
+warnings.filterwarnings("ignore", "unclosed database", ResourceWarning)
+
+
 class SqliteRetriever:
-    """BM25 in SQLite's FTS5, in memory or in an index that `build_index` made. Words of a query are
-    quoted and joined by OR; the rarest count, as many as POSTINGS passages hold together."""
+    """BM25 in SQLite's FTS5, in memory or in an index that `build_index` made. The words of a query
+    are joined by OR; the rarest count, as many as POSTINGS passages hold together. FTS5 finds words
+    between spaces and punctuation: Chinese and Japanese, which have none, need another server."""
 
     MAX_WORDS = 64  # FTS5 fails on much longer queries, and no good one has more
     POSTINGS = 40_000  # passages that are ranked for a query, give or take one word
@@ -190,12 +207,12 @@ class SqliteRetriever:
     )
 
     def __init__(self, passages=(), index=None):
-        self.lock = Lock()
+        self.lock, self.name = Lock(), index or "passages"
         if index is None:
             self.db = sqlite3.connect(":memory:", check_same_thread=False)
             _fill(self.db, passages)
             return
-        if not os.path.exists(index):
+        if not os.path.isfile(index):
             raise ValueError(f"{index}: no index there; run `python env.py index CORPUS {index}`")
         uri = f"file:{quote(str(index))}?mode=ro"
         self.db = sqlite3.connect(uri, uri=True, check_same_thread=False)
@@ -213,21 +230,22 @@ class SqliteRetriever:
 
     def ranked(self, query, k):
         """`search` for one query, with the BM25 score of each passage."""
-        words = list(dict.fromkeys(re.findall(r"\w+", query)))[: self.MAX_WORDS]
-        with self.lock:
-            match = " OR ".join(f'"{word}"' for word in self._rarest(words))
-            rows = self.db.execute(self.BEST, (match, k)) if match else []
-            return [(score, Passage(title, text)) for score, title, text in rows]
+        try:
+            with self.lock:
+                match = " OR ".join(f'"{word}"' for word in self._rarest(split_words(query)))
+                rows = self.db.execute(self.BEST, (match, k)) if match else []
+                return [(score, Passage(title, text)) for score, title, text in rows]
+        except sqlite3.DatabaseError as error:
+            raise ValueError(f"{self.name}: cannot be searched ({error})") from None
 
     def _rarest(self, words):
         docs = {}
-        for word in words:
-            letters = unicodedata.normalize("NFKD", word.lower())  # no accents, as FTS5 has it
-            folded = "".join(c for c in letters if not unicodedata.combining(c))
-            row = self.db.execute("SELECT docs FROM frequency WHERE word = ?", (folded,))
-            docs[word] = (row.fetchone() or (0,))[0]
+        for word in list(dict.fromkeys(words))[: self.MAX_WORDS]:
+            row = self.db.execute("SELECT docs FROM frequency WHERE word = ?", (word,)).fetchone()
+            if row:  # a word that no passage has says nothing
+                docs[word] = row[0]
         chosen, total = [], 0
-        for word in sorted(words, key=docs.get):
+        for word in sorted(docs, key=docs.get):
             total += docs[word]
             if chosen and total > self.POSTINGS:
                 break
@@ -235,8 +253,32 @@ class SqliteRetriever:
         return chosen
 
 
+def nfc(text):
+    """The one Unicode form in which passages and queries meet."""
+    return unicodedata.normalize("NFC", text)
+
+
+@cache
+def _splitter():
+    db = sqlite3.connect(":memory:", check_same_thread=False)
+    db.execute("CREATE VIRTUAL TABLE query USING fts5(text)")
+    db.execute("CREATE VIRTUAL TABLE term USING fts5vocab(query, instance)")
+    return db, Lock()
+
+
+def split_words(query):
+    """The words of a query, split and folded by FTS5 itself, as in an index."""
+    text = nfc(query).encode(errors="replace").decode()  # half a surrogate pair is no text
+    db, lock = _splitter()
+    with lock:
+        db.execute("INSERT INTO query VALUES (?)", (text,))
+        words = [word for (word,) in db.execute("SELECT term FROM term ORDER BY offset")]
+        db.rollback()
+    return words
+
+
 def _fill(db, passages):
-    rows = ((p.title, p.text) for p in passages)
+    rows = ((nfc(p.title), nfc(p.text)) for p in passages)
     with db:
         db.execute("CREATE VIRTUAL TABLE passage USING fts5(title, text)")
         db.executemany("INSERT INTO passage VALUES (?, ?)", rows)
@@ -252,10 +294,10 @@ def build_index(corpus, index):
         raise ValueError(f"{os.fspath(index)} exists already; remove it, or choose another name")
     if os.path.exists(part):
         os.remove(part)  # what a killed build left
-    db = sqlite3.connect(part)
-    db.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF")  # no need to roll back
-    _fill(db, load_passages(corpus, progress=True))
-    db.close()
+    with closing(sqlite3.connect(part)) as db:
+        # no need to roll back
+        db.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF")
+        _fill(db, load_passages(corpus, progress=True))
     os.replace(part, index)
 
 
@@ -265,11 +307,16 @@ class HttpRetriever:
 
     def __init__(self, url, timeout=60.0, retries=6, wait=0.5):
         self.url, self.timeout, self.retries, self.wait = url, timeout, retries, wait
+        parts = re.fullmatch(r"https?://(\[[\da-fA-F:.]+\]|[^/:\[\]]+)(:\d+)?(/.*)?", url)
+        if not parts:
+            raise ValueError(f"{url}: not the URL of a retrieval server")
+        local = re.fullmatch(r"localhost|127\..*|\[::1\]", parts[1])  # where no proxy has a part
+        self.open = build_opener(ProxyHandler({})).open if local else None
 
     def search(self, queries, k):
-        """As SqliteRetriever's. A failure is tried again `retries` times, after twice the wait
-        each; in the end, or if the server refuses, ConnectionError names the URL: it is never an
-        empty answer."""
+        """As SqliteRetriever's. A failure or a broken reply is tried again `retries` times, after
+        twice the wait each; in the end, or if the server refuses or speaks otherwise,
+        ConnectionError names the URL: it is never an empty answer."""
         # without scores, the servers of Search-R1 fail, or unpack two results as one pair
         answer = self._ask({"queries": queries, "topk": k, "return_scores": True})
         try:
@@ -280,7 +327,7 @@ class HttpRetriever:
             if len(results) != len(queries):
                 raise ValueError(f"{len(results)} results for {len(queries)} queries")
             return results
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except BROKEN as error:
             problem = f"did not answer as a retrieval server does ({error})"
             raise ConnectionError(f"{self.url} {problem}: {json.dumps(answer)[:300]}") from None
 
@@ -291,13 +338,15 @@ class HttpRetriever:
             if attempt:
                 time.sleep(self.wait * 2 ** (attempt - 1))
             try:
-                with urlopen(request, timeout=self.timeout) as response:
+                with (self.open or urlopen)(request, timeout=self.timeout) as response:
                     return json.load(response)
             except HTTPError as error:
-                problem = f"status {error.code}: {error.read(300).decode(errors='replace')}"
+                problem = f"status {error.code}"
+                with suppress(OSError, HTTPException):
+                    problem += f": {error.read(300).decode(errors='replace')}"
                 if error.code < 500 and error.code not in (408, 429):  # asking again will not help
                     raise ConnectionError(f"{self.url} refused with {problem}") from None
-            except (OSError, HTTPException, ValueError) as error:
+            except (OSError, HTTPException, ValueError, RecursionError) as error:
                 problem = f"{type(error).__name__}: {error}"
         raise ConnectionError(f"{self.url}: no answer in {self.retries + 1} tries; {problem}")
 
@@ -306,13 +355,14 @@ def open_retriever(corpus):
     """From a server's URL, a JSONL file of passages (read into memory), or an index on disk."""
     if corpus.startswith(("http://", "https://")):
         return HttpRetriever(corpus)
-    if ".jsonl" in corpus:
+    if corpus.removesuffix(".gz").endswith(".jsonl"):
         return SqliteRetriever(load_passages(corpus))
     return SqliteRetriever(index=corpus)
 
 
 def serve(retriever, port, host="127.0.0.1"):
-    """A server of that protocol at http://host:port/retrieve; port 0 takes a free one."""
+    """A server of that protocol at http://host:port/retrieve; port 0 takes a free one. What it does
+    not read to its end (411, 413, 400) it answers and closes."""
 
     class Handler(BaseHTTPRequestHandler):
         """POST /retrieve, and nothing else."""
@@ -320,22 +370,35 @@ def serve(retriever, port, host="127.0.0.1"):
         protocol_version, timeout = "HTTP/1.1", 60
 
         def do_POST(self):
-            try:
-                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                queries, k = asked["queries"], asked.get("topk") or 3
-                texts = all(isinstance(query, str) for query in queries)
-                if self.path != "/retrieve" or not texts or not 0 < k < 1000:
-                    raise ValueError
-                ranked = [retriever.ranked(query, k) for query in queries]
-                status, answer = 200, {"result": [hits(asked, best) for best in ranked]}
-            except (ValueError, TypeError, KeyError, AttributeError):
-                status, answer = 400, {"error": 'POST {"queries": [...], "topk": n} to /retrieve'}
+            status, answer = self.answer()
             body = json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
+            if status != 200:
+                self.send_header("Connection", "close")
             self.end_headers()
             self.wfile.write(body)
+
+        def answer(self):
+            lengths = self.headers.get_all("Content-Length", [])
+            if self.headers["Transfer-Encoding"] or not lengths:
+                return 411, {"error": "a request needs a Content-Length"}
+            if len(lengths) > 1 or not re.fullmatch("[0-9]+", lengths[0]):
+                return 400, {"error": "the Content-Length must be one number"}
+            if len(lengths[0]) > 8:
+                return 413, {"error": "a request has less than 100 MB"}
+            try:
+                asked = json.loads(self.rfile.read(int(lengths[0])))
+                queries, k = asked["queries"], asked.get("topk")
+                k = 3 if k is None else k
+                texts = isinstance(queries, list) and all(isinstance(q, str) for q in queries)
+                if self.path != "/retrieve" or not texts or type(k) is not int or not 0 < k < 1000:
+                    raise ValueError
+                ranked = [retriever.ranked(query, k) for query in queries]
+                return 200, {"result": [hits(asked, best) for best in ranked]}
+            except BROKEN:
+                return 400, {"error": 'POST {"queries": [...], "topk": n} to /retrieve'}
 
         def log_message(self, *args):
             """Quiet."""
@@ -349,30 +412,36 @@ def serve(retriever, port, host="127.0.0.1"):
     class Server(ThreadingHTTPServer):
         request_queue_size = 128  # many environments may ask at once
 
+        def handle_error(self, request, client_address):
+            """Quiet: a client that went away is no concern of ours."""
+
     return Server((host, port), Handler)
 
 
 # ---- data sets -----------------------------------------------------------------------------------
 def load_questions(path):
     """A task per question of FlashRAG's JSONL, plain or .gz, HotpotQA's own JSON, or MEM1's
-    parquet. A `;` becomes a comma, since it joins questions. Raises ValueError naming the line (or
-    entry) without a question or an answer, or with an id seen before."""
-    seen = set()
+    parquet. Sets number alike, so that an id says its file, too: `nq/test:test_0`. A `;` becomes a
+    comma, since it joins questions. Raises ValueError naming the line (or entry) without a question
+    or an answer, or with an id seen before."""
+    seen, file = set(), Path(os.path.abspath(path))
+    source = f"{file.parent.name}/{file.name.partition('.')[0]}"
 
     def read(record):
         flashrag = "golden_answers" in record  # else HotpotQA
         name, question = record.get("id" if flashrag else "_id"), record.get("question")
         answers = record["golden_answers"] if flashrag else [record.get("answer")]
-        if name is None or name in seen:
+        if not isinstance(name, (str, int)) or name in seen:
             raise ValueError(f"the id {name!r} is none, or seen before")
         if not isinstance(question, str) or not question.strip():
             raise ValueError(f"the question is {question!r}")
         texts = isinstance(answers, list) and all(isinstance(a, str) for a in answers)
         if not texts or not any(map(normalize, answers)):
             raise ValueError(f"the answers must be texts, one of them with a word, not {answers!r}")
+        f"{name}{question}{answers}".encode()  # half a surrogate pair is no text
         seen.add(name)
         question = question.strip().replace(";", ",")
-        return Task(str(name), (question,), (tuple(filter(normalize, answers)),))
+        return Task(f"{source}:{name}", (question,), (tuple(filter(normalize, answers)),))
 
     tasks = list(json_records(path, read))
     if not tasks:
@@ -395,6 +464,9 @@ def passage_of(record):
             raise ValueError(f"a passage needs `contents`, or `text`, not only {', '.join(record)}")
         first, _, text = contents.partition("\n")
         title = title or first
+    if not isinstance(title, (str, int, float, type(None))):
+        raise ValueError(f"the title is {title!r}")
+    f"{title}{text}".encode()  # half a surrogate pair is no text
     return Passage(str(title or "").strip().removeprefix('"').removesuffix('"'), text)
 
 
@@ -402,36 +474,51 @@ def json_records(path, read, progress=False):
     """read(record) of every record of a JSONL (plain or .gz), JSON or parquet file, one at a time.
     Raises ValueError naming the line (or entry) that isn't a record or that `read` refuses."""
     path = os.fspath(path)
-    kind = "line" if ".jsonl" in path else "entry"
-    for number, record in enumerate(_raw_records(path, progress), 1):
+    for where, record in _raw_records(path, progress):
         try:
-            found = read(json.loads(record) if isinstance(record, bytes) else record)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path}, {kind} {number}: cannot be read ({error})") from None
+            record = json.loads(record) if isinstance(record, bytes) else record
+            if not isinstance(record, dict):
+                raise ValueError(f"{str(record)[:40]} is no record")
+            found = read(record)
+        except BROKEN as error:
+            raise ValueError(f"{path}, {where}: cannot be read ({error})") from None
         yield found
 
 
 def _raw_records(path, progress):
-    if path.endswith(".parquet"):
-        try:
+    """(where, record) pairs; a record of JSONL is bytes. Blank lines are none."""
+    plain_name = path.removesuffix(".gz")
+    try:
+        if path.endswith(".parquet"):
             from pyarrow import parquet
-        except ImportError:
-            raise ValueError(f"{path}: parquet needs pyarrow (pip install pyarrow)") from None
-        yield from parquet.read_table(path).to_pylist()
-        return
-    bar = tqdm(total=os.path.getsize(path), unit="B", unit_scale=True, disable=not progress)
-    with open(path, "rb") as raw, gzip.open(raw) if path.endswith(".gz") else raw as f, bar:
-        if path.endswith(".json"):
-            yield from json.load(f)
+
+            for number, record in enumerate(parquet.read_table(path).to_pylist(), 1):
+                yield f"entry {number}", record
             return
-        for number, line in enumerate(f):
-            yield line
-            if number % 1000 == 0:
-                bar.update(raw.tell() - bar.n)
+        bar = tqdm(total=os.path.getsize(path), unit="B", unit_scale=True, disable=not progress)
+        with bar, open(path, "rb") as raw, gzip.open(raw) if plain_name != path else raw as f:
+            if plain_name.endswith(".json"):
+                for number, record in enumerate(json.load(f), 1):
+                    yield f"entry {number}", record
+                return
+            for number, line in enumerate(f, 1):
+                if line.removeprefix(b"\xef\xbb\xbf").strip():
+                    yield f"line {number}", line
+                if number % 1000 == 0:
+                    bar.update(raw.tell() - bar.n)
+    except ImportError:
+        raise ValueError(f"{path}: parquet needs pyarrow (pip install pyarrow)") from None
+    except (EOFError, zlib.error, gzip.BadGzipFile, *BROKEN) as error:
+        hint = "; one record a line is a .jsonl" if "Extra data" in str(error) else ""
+        raise ValueError(f"{path}: damaged, or not what its name says ({error}){hint}") from None
 
 
 def compose(questions, k, seed=0):
-    """Tasks of k questions, none used twice, in a seeded order; ValueError if there is not one."""
+    """Tasks of k questions, none used twice, in a seeded order. Raises ValueError if there is not
+    one, or if an id occurs twice: all that is known of a task is kept under its id."""
+    (name, n), *_ = Counter(task.id for task in questions).most_common(1) or [("", 0)]
+    if n > 1:
+        raise ValueError(f"the question {name} is there {n} times: an id is one question's")
     shuffled = random.Random(f"compose {seed}").sample(questions, len(questions))
     if len(shuffled) < k:
         raise ValueError(f"{len(shuffled)} questions make no task of {k}")
@@ -588,15 +675,22 @@ def main():
                 print(f"http://{args.host}:{httpd.server_port}/retrieve", flush=True)
                 httpd.serve_forever()
         else:
-            (env,) = toy_envs("train", 1, k=2)
-            print(f"the answers are {env.task.answers}\n\nq:\n{env.prompt()}")
-            for t, (response, observation, reward) in enumerate(expert_episode(env)):
-                print(f"a_{t}: {response}\no_{t}: {observation.strip()}   r_{t} = {reward:g}\n")
-            print("EM {:g}, F1 {:g}, summed over both questions".format(*env.score()))
-    except (ValueError, OSError, sqlite3.Error) as error:
+            demo()
+    except (ValueError, OSError, OverflowError, sqlite3.Error) as error:
         raise SystemExit(f"env.py: {error}") from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+
+
+def demo():
+    """An episode of the expert."""
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a closed pipe ends it without a word
+    (env,) = toy_envs("train", 1, k=2)
+    print(f"the answers are {env.task.answers}\n\nq:\n{env.prompt()}")
+    for t, (response, observation, reward) in enumerate(expert_episode(env)):
+        print(f"a_{t}: {response}\no_{t}: {observation.strip()}   r_{t} = {reward:g}\n")
+    print("EM {:g}, F1 {:g}, summed over both questions".format(*env.score()))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from env import (
     normalize,
     open_retriever,
     serve,
+    split_words,
     token_f1,
     toy_envs,
     toy_texts,
@@ -335,10 +336,10 @@ def test_common_words_cost_nothing_and_rare_ones_decide(monkeypatch):
         name = " Émile" if i % 5 == 0 else ""
         passages.append(Passage(f"t{i}", f"the common{rare}{name}"))
     retriever = SqliteRetriever(passages)
-    words = ["the", "EMILE", "rare", "absent", "common"]
-    assert set(retriever._rarest(words)) == set(words)
+    words = split_words("the EMILE rare absent common")
+    assert set(retriever._rarest(words)) == {"the", "emile", "rare", "common"}
     monkeypatch.setattr(SqliteRetriever, "POSTINGS", 20)
-    assert retriever._rarest(words) == ["absent", "rare", "EMILE"]
+    assert retriever._rarest(words) == ["rare", "emile"]
     assert retriever._rarest(["the"]) == ["the"]
     assert retriever.search(["the rare emile"], 1)[0][0] == passages[7]
 
@@ -561,12 +562,14 @@ def test_questions_in_every_format(tmp_path):
     questions, and an answer that is an article alone could never be right."""
     lines, packed, hotpot = (tmp_path / name for name in ("q.jsonl", "q.jsonl.gz", "h.json"))
     lines.write_text(GOOD + '{"id": 1, "question": " a; b? ", "golden_answers": ["the", "z"]}\n')
-    first, second = Task("a", ("who ?",), (("x", "y"),)), Task("1", ("a, b?",), (("z",),))
+    q, h = f"{tmp_path.name}/q", f"{tmp_path.name}/h"
+    first = Task(f"{q}:a", ("who ?",), (("x", "y"),))
+    second = Task(f"{q}:1", ("a, b?",), (("z",),))
     assert load_questions(lines) == [first, second]
     packed.write_bytes(gzip.compress(GOOD.encode()))
     assert load_questions(packed) == [first]
     hotpot.write_text('[{"_id": "h", "question": "q", "answer": "yes", "context": []}]')
-    assert load_questions(hotpot) == [Task("h", ("q",), (("yes",),))]
+    assert load_questions(hotpot) == [Task(f"{h}:h", ("q",), (("yes",),))]
 
 
 @pytest.mark.parametrize(
