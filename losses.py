@@ -66,14 +66,24 @@ def gae(rewards, values, last, gamma, gae_lambda):
 
 
 def whiten(advantages):
-    """Mean 0 and deviation 1 over the batch's action tokens (MEM1's; not in the paper)."""
+    """Mean 0 and deviation 1 over the batch's action tokens (MEM1's; not in the paper). Where all
+    are equal but for rounding, all are 0."""
+    if not len(advantages):
+        return advantages
+    eps = torch.finfo(advantages.dtype).eps
+    rounding = 8 * eps * advantages.abs().max()
     centred = advantages - advantages.mean()
-    return centred / (advantages.std(correction=0) + 1e-8)
+    deviation = advantages.std(correction=0)
+    if deviation <= rounding:
+        return torch.zeros_like(advantages)
+    return centred / (deviation + 1e-8)
 
 
 def ppo_loss(logp, logp_old, advantages, clip_coef):
     """Eq. 10 per token, all (N,): the loss, and without gradient approx_kl and clipfrac."""
     logratio = logp - logp_old
+    logratio = logratio.double()  # 0 times a ratio that overflows, or its gradient, is NaN
+    logratio = logratio.clamp(max=700)
     ratio = logratio.exp()
     plain = ratio * advantages
     clipped = ratio.clamp(1 - clip_coef, 1 + clip_coef) * advantages
@@ -82,7 +92,8 @@ def ppo_loss(logp, logp_old, advantages, clip_coef):
         off = ratio - 1
         approx_kl = off - logratio
         clipfrac = (off.abs() > clip_coef).float()
-    return loss, approx_kl, clipfrac
+    loss = loss.to(logp.dtype)
+    return loss, approx_kl.to(logp.dtype), clipfrac
 
 
 def value_loss(values, values_old, returns, value_clip):

@@ -31,6 +31,10 @@ transformers; load models with attn_implementation="packed".
 """
 
 import os
+import re
+import signal
+import sys
+import weakref
 from collections import defaultdict
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property, partial
@@ -151,15 +155,20 @@ def pack(prompts, actions, share=None, max_len=None, pad_to=1) -> Packed:
         counts = f"{len(prompts)} prompts, {len(actions)} actions"
         problem = "pack needs at least one call, and an action for each prompt"
         raise ValueError(f"{problem}: {counts}")
+    share = share if isinstance(share, list) else [share] * len(prompts)
+    if len(share) != len(prompts):
+        raise ValueError(f"{len(share)} numbers of tokens to share, for {len(prompts)} calls")
     for c, (prompt, action) in enumerate(zip(prompts, actions)):
-        if not prompt or not action:
-            raise ValueError(f"call {c}: empty {'action' if prompt else 'prompt'}")
+        for name, ids in (("prompt", prompt), ("action", action)):
+            if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
+                raise ValueError(f"call {c}: its {name} must be a list of ids, not {str(ids)[:80]}")
+            if not ids:
+                raise ValueError(f"call {c}: empty {name}")
         if max_len is not None and len(prompt) + len(action) > max_len:
             size = f"{len(prompt)} + {len(action)} tokens, over max_len = {max_len}"
             advice = "raise max_len or leave the example out"
             reason = "cutting it would change its state"
             raise ValueError(f"call {c} has {size}; {reason}: {advice}")
-    share = share if isinstance(share, list) else [share] * len(prompts)
     tokens, depths, parents, paths = _prefix_tree(prompts, actions, share)
     S = len(tokens)
     size = [1] * S  # of each node's subtree
@@ -363,20 +372,22 @@ def attend_flex(packed: Packed, query, key, value, scale):
 BACKENDS = {"dense": attend_dense, "segments": attend_segments, "flex": attend_flex}
 
 
-def packed_attention(module, q, k, v, mask, scaling=None, dropout=0.0, attend=None, **kwargs):
+def packed_attention(
+    module, q, k, v, attention_mask=None, scaling=None, dropout=0.0, attend=None, **kwargs
+):
     """transformers' attention function `packed`: `attend` over a pack, else plain SDPA."""
     layer = type(module).__name__
-    refused = ["softcap", "s_aux"] + (["sliding_window"] if attend else [])
-    for name in refused:
+    refused = {"softcap": "a softcap of scores", "s_aux": "attention sinks"}
+    refused |= {"sliding_window": "sliding-window attention"} if attend else {}
+    for name, what in refused.items():
         if kwargs.get(name) is not None:
-            raise ValueError(f"{layer} asks for {name}, which packed attention does not compute")
+            raise ValueError(f"{layer} asks for {what}, which packed attention does not compute")
     if attend is None:
+        mask = attention_mask
         if mask is not None and mask.shape[-1] != k.shape[2]:
             raise ValueError(f"{layer} was not handed the pack: its model drops keyword arguments")
         return sdpa_attention_forward(module, q, k, v, mask, dropout, scaling, **kwargs)
-    if dropout:
-        raise ValueError(f"{layer} asks for dropout {dropout}: call model.eval() or set it to 0")
-    out = attend(q, k, v, scaling)  # (1, heads, S, D)
+    out = attend(q, k, v, scaling)  # (1, heads, S, D); `check_model` sees that dropout is lost
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -390,13 +401,16 @@ def action_hidden(model, packed: Packed, backend: str | None = None) -> Tensor:
     check_model(model)
     if packed.input_ids.device != model.device:
         packed = packed.to(model.device)
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
+    if 0 < most < len(packed.input_ids) and packed.position_ids.max() >= most:
+        raise ValueError(f"{type(model).__name__} has {most} positions, and a call here has more")
     backend = backend or ("flex" if packed.input_ids.is_cuda else "segments")
     if backend == "flex":
         packed = pad(packed, bucket(len(packed.input_ids)))
     # without a 4-D stand-in for a mask, transformers takes restarting positions for separate
     # documents
     stand_in = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device)
-    out = model.base_model(
+    out = model.get_decoder()(
         input_ids=packed.input_ids[None],
         position_ids=packed.position_ids[None],
         attention_mask=stand_in,
@@ -406,40 +420,61 @@ def action_hidden(model, packed: Packed, backend: str | None = None) -> Tensor:
     return out.last_hidden_state[0, packed.predict_idx]
 
 
+_exact = {mode: weakref.WeakSet() for mode in ("train", "eval")}  # what passed check_model in it
+
+
 def check_model(model):
-    """Raise ValueError naming what packs, or a head that is one matrix, cannot honour."""
+    """Measure, once for each model in each mode: two short calls must get the logits in a pack that
+    they get alone (Eq. 5 in small; a body without a head: hidden states). What they are too short
+    to show is read from the config. Raises ValueError naming the model and the difference."""
+    passed = _exact["train" if model.training else "eval"]
+    if model in passed:
+        return
+    passed.add(model)
+    try:
+        problem = _problem(model)
+    except Exception as error:  # whatever a model's depths raise
+        problem = f"its forward raises {type(error).__name__}: {error}".splitlines()[0]
+    if problem:
+        passed.discard(model)
+        raise ValueError(f"{type(model).__name__} cannot run on packs: {problem}")
+
+
+@torch.no_grad()
+def _problem(model):
     config = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None)
-    rope = rope or getattr(config, "rope_scaling", None) or {}
-    windows = getattr(config, "sliding_window", None)
-    if getattr(config, "layer_types", None):
-        windows = set(config.layer_types) - {"full_attention"}
-
-    def asks(*names):
-        return [name for name in names if getattr(config, name, None) not in (None, False, 0, 1)]
-
-    sees_later = any(getattr(m, "is_causal", True) is False for m in model.modules())
-    dropout = asks("attention_dropout")
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Dropout) and module.p:
-            dropout.append(name)
-    dropout = dropout if model.training else []
-    scaled = asks("attn_logit_softcapping", "final_logit_softcapping")
-    scaled += asks("logit_scale", "logits_scaling")
-    stretched = rope.get("rope_type") in ("dynamic", "longrope")
-    problems = {
-        'load it with attn_implementation="packed"': config._attn_implementation != "packed",
-        "it is an encoder, whose tokens see later ones": config.is_encoder_decoder or sees_later,
-        "it has sliding-window or chunked attention": windows,
-        "it has attention sinks": any(n.endswith(".sinks") for n, _ in model.named_parameters()),
-        "its scores or logits have a softcap or a scale": scaled,
-        "its head has a bias": getattr(model.get_output_embeddings(), "bias", None) is not None,
-        "its rotary frequencies depend on the longest position": stretched,
-        f"it has dropout ({dropout}): set it to 0 or call model.eval()": dropout,
-    }
-    for reason, holds in problems.items():
-        if holds:
-            raise ValueError(f"{type(model).__name__} cannot run on packs: {reason}")
+    head = model.get_output_embeddings()
+    if config._attn_implementation != "packed":
+        return 'load it with attn_implementation="packed"'
+    if head is not None and type(head) is not torch.nn.Linear:
+        return f"its head is a {type(head).__name__}, not one matrix"
+    ids = [i % config.vocab_size for i in range(5, 17)]
+    prompts = [ids[:3], ids[:3] + ids[3:7]]
+    actions = [ids[7:9], ids[9:]]
+    backend = "dense" if model.device.type == "cuda" else None  # FlexAttention would compile
+    packed = action_hidden(model, pack(prompts, actions, share=3), backend)
+    alone = []
+    for prompt, action in zip(prompts, actions):
+        tokens = torch.tensor([prompt + action[:-1]], device=model.device)
+        out = model(input_ids=tokens, use_cache=False)
+        states = out.last_hidden_state if head is None else out.logits
+        alone.append(states[0, -len(action) :])
+    alone = torch.cat(alone)
+    packed = packed if head is None else packed @ head.weight.T
+    off = torch.where(alone.isnan(), 0, packed - alone).abs().max().item()
+    largest = alone.nan_to_num().abs().max().item()
+    if not off <= {torch.float64: 1e-9, torch.float32: 3e-5}.get(model.dtype, 0.05) * largest:
+        problem = f"calls in a pack and alone differ by {off:.1e} of {largest:.1e}"
+        return f"{problem}; does it have dropout?" if model.training else problem
+    rope = str([getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")])
+    if "dynamic" in rope or "longrope" in rope:
+        return "its rotary frequencies depend on the longest position"
+    kinds = getattr(config, "layer_types", None) or []
+    reach = "index_topk|block_size" if kinds else "index_topk|block_size|attention_chunk|window"
+    limits = [name for name, x in config.to_dict().items() if x and re.search(reach, name)]
+    limits += sorted(set(kinds) - {"full_attention"})
+    reason = "it has sliding-window, chunked or sparse attention"
+    return f"{reason} ({', '.join(limits)})" if limits else None
 
 
 def draw(packed, labels):
@@ -462,8 +497,15 @@ def example():
 
 
 def main():
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a closed pipe ends it without a word
     packed, labels = example()
-    print(draw(packed, labels), "\n")
+    picture = draw(packed, labels)
+    try:
+        picture.encode(sys.stdout.encoding)
+    except UnicodeEncodeError:
+        picture = picture.replace("■", "#").replace("·", ".")
+    print(picture, "\n")
     for field in fields(packed):
         print(f"{field.name:<13} {getattr(packed, field.name).tolist()}")
 

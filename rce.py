@@ -230,7 +230,7 @@ def demo():
 
 
 def main():
-    from rollout import call_ids, call_names, load, load_trajectories
+    from rollout import call_ids, call_names, command, load, load_trajectories
 
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
@@ -242,21 +242,19 @@ def main():
     if bool(args.model) != bool(args.trajectories):
         parser.error("--model and --trajectories go together")
     torch.set_float32_matmul_precision("highest")  # TF32 would round float32 to 11 bits
-    try:
+    with command("rce.py"):
         if not args.model:
             found = demo()
         else:
             dtype = getattr(torch, args.dtype)
-            _, model = load(args.model, args.device, "packed", dtype)
             trajectories = load_trajectories(args.trajectories)
             if not trajectories:
                 raise ValueError(f"{args.trajectories}: no trajectories in it")
             prompts, actions, _ = call_ids(trajectories)
+            _, model = load(args.model, args.device, "packed", dtype)
             truth = model if dtype in TOLERANCE else copy.deepcopy(model).float()
             found = rce(model, prompts, actions, None, 4096, call_names(trajectories), truth)
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"rce.py: {error}") from None
-    print(f"RCE (Eq. 5) {'holds' if found.holds() else 'FAILS'} for {args.dtype}: {found}")
+        print(f"RCE (Eq. 5) {'holds' if found.holds() else 'FAILS'} for {args.dtype}: {found}")
     raise SystemExit(int(not found.holds()))
 
 

@@ -17,8 +17,12 @@ import math
 import os
 import shutil
 import signal
+import sys
+import threading
+import weakref
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import count
 from types import SimpleNamespace
 
 import torch
@@ -97,59 +101,84 @@ def history_ids(trajectory):
 Turns = list[tuple[list[int], list[int]]]  # (response ids without stop token, observation ids)
 
 
-def rollout(sample, tokenizer, envs, update, max_prompt_len=None, progress=None):
+def rollout(
+    sample, tokenizer, envs, update, max_prompt_len=None, progress=None, ends=None, reject=None
+):
     """Eq. 1: run all environments to their ends, one call each per round, and record every call.
 
     sample(prompts, rows) -> ids, logprobs: `generate` bound to a model, or any engine; rows says
     which environments the prompts are from. An environment has task.id, prompt() (the text of q)
     and step(response) -> (observation, reward, done), its class perhaps step_all(envs, responses)
-    for many at once. update: U. A prompt over max_prompt_len is a ValueError: nothing is cut."""
+    for many at once. update: U. ends: see `end_ids`; by default the tokenizer's. An example whose
+    prompt passes max_prompt_len is rejected, never cut (Section 3.3): reject(why) is called and
+    None stands in its place; without `reject` it is a ValueError."""
     if not envs:
         raise ValueError("rollout needs at least one environment: the task list is empty")
+    ends = ends or end_ids(tokenizer)
     prefixes = [encode_prompt(tokenizer, env.prompt()) for env in envs]
     contexts = [[] for _ in envs]  # x_t
     turns, calls = [[] for _ in envs], [[] for _ in envs]
     live = list(range(len(envs)))
     bar = tqdm(total=len(envs), desc=progress, leave=False, disable=progress is None)
     while live:
-        prompts = [prefixes[i] + contexts[i] for i in live]  # z_t
-        for i, prompt in zip(live, prompts):
-            if max_prompt_len and len(prompt) > max_prompt_len:
-                size = f"the prompt has {len(prompt)} tokens and only {max_prompt_len} fit"
+        for i in live:
+            n = len(prefixes[i] + contexts[i])
+            if max_prompt_len and n > max_prompt_len:
+                size = f"the prompt has {n} tokens and only {max_prompt_len} fit"
                 where = f"task {envs[i].task.id}, call {len(calls[i])}"
-                raise ValueError(f"{where}: {size}; raise max_len, or keep or retrieve less")
+                problem = f"{where}: {size}; raise max_len, or keep or retrieve less"
+                if reject is None:
+                    raise ValueError(problem)
+                reject(problem)
+                calls[i] = None
+        live = [i for i in live if calls[i] is not None]
+        if not live:
+            break
+        prompts = [prefixes[i] + contexts[i] for i in live]  # z_t
         ids, logprobs = sample(prompts, live)
         if not len(ids) == len(logprobs) == len(live):
             counts = f"{len(ids)} responses and {len(logprobs)} logprobs"
             raise ValueError(f"sample returned {counts} for {len(live)} prompts")
-        responses = [tokenizer.decode(action, skip_special_tokens=True) for action in ids]
+        spoken = [without_end(action, ends) for action in ids]
+        responses = [tokenizer.decode(words) for words in spoken]
         acting = [envs[i] for i in live]
         if hasattr(acting[0], "step_all"):
             results = acting[0].step_all(acting, responses)
         else:
             results = [env.step(response) for env, response in zip(acting, responses)]
         still_live = []
-        for i, prompt, action, logp, result in zip(
-            live, prompts, ids, logprobs, results, strict=True
+        for i, prompt, action, words, logp, result in zip(
+            live, prompts, ids, spoken, logprobs, results, strict=True
         ):
             observation, reward, done = result
-            observed = tokenizer.encode(observation, add_special_tokens=False)
+            observed = encode_text(tokenizer, observation)
             calls[i].append(Call(prompt, action, logp, observed, reward))
-            ends = action[-1] == tokenizer.eos_token_id  # a decision, but nothing to remember
-            turns[i].append((action[:-1] if ends else action, observed))
+            turns[i].append((words, observed))
             contexts[i] = update(turns[i])
             if not done:
                 still_live.append(i)
-        bar.update(len(live) - len(still_live))
         live = still_live
+        bar.update(len(envs) - len(live) - bar.n)
     bar.close()
-    return [Trajectory(env.task.id, len(q), c) for env, q, c in zip(envs, prefixes, calls)]
+    return [c and Trajectory(env.task.id, len(q), c) for env, q, c in zip(envs, prefixes, calls)]
+
+
+def without_end(action, ends):
+    """A response without the token that ends it: a decision, but nothing to read or remember."""
+    return action[:-1] if action and action[-1] in ends else action
+
+
+def encode_text(tokenizer, text):
+    """The ids of an observation: all of it is text, also what looks like a control token."""
+    return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
 
 def encode_prompt(tokenizer, text):
-    """The ids of q. With a chat template it ends in the assistant's turn, where memory stands."""
+    """The ids of q. With a chat template it ends in the assistant's turn, where memory stands;
+    without one it begins as the tokenizer begins a text, and is not ended."""
     if not tokenizer.chat_template:
-        return tokenizer.encode(text, add_special_tokens=False)
+        ids = tokenizer.encode(text)
+        return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
     turn = [{"role": "user", "content": text}]
     return list(tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False))
 
@@ -177,15 +206,17 @@ def suffix_retention(n):
 
 
 def summary_replacement(tokenizer):
-    """The <think> text of the last response, encoded anew, and the last observation. Encoding again
-    is safe here: it makes a new context, and that is recorded."""
+    """The <think> block of the last response, encoded anew, and the last observation. Encoding
+    again is safe here: it makes a new context, and that is recorded. (Some chat templates open the
+    block themselves: then the response only closes it, and so does the memory.)"""
 
     def update(turns):
         response, observation = turns[-1]
-        memory = tokenizer.decode(response)
-        if "<think>" in memory:
-            memory = memory.partition("<think>")[2].partition("</think>")[0]
-        return tokenizer.encode(f"<think>{memory}</think>", add_special_tokens=False) + observation
+        memory, closed, _ = tokenizer.decode(response).partition("</think>")
+        _, opened, inside = memory.partition("<think>")
+        if opened or not closed:
+            memory = f"<think>{inside or memory}"
+        return tokenizer.encode(f"{memory}</think>", add_special_tokens=False) + observation
 
     return update
 
@@ -218,8 +249,14 @@ def generate(model, prompts, max_new_tokens, temperature=1.0, stop=None, generat
     Returns the sampled ids, stop token included, and the log-prob of each at that temperature (at 1
     when greedy), in at least float32. A row for which stop(its new ids) is true leaves the batch.
     generators: one source of noise per prompt, see `task_generators`."""
-    if not prompts or not all(prompts) or max_new_tokens < 1:
-        raise ValueError("generate needs at least one prompt, no empty one, and room for a token")
+    if not prompts or not all(prompts) or max_new_tokens < 1 or not temperature >= 0:
+        needs = "at least one prompt, no empty one, room for a token, a temperature of 0 or more"
+        raise ValueError(f"generate needs {needs}")
+    check_sampling(model)
+    longest = max(map(len, prompts)) + max_new_tokens
+    if longest > max_positions(model):
+        problem = f"{type(model).__name__} has {max_positions(model)} positions"
+        raise ValueError(f"{problem}, and a call could have {longest} tokens")
     device, training = model.device, model.training
     size = {"size": (max_new_tokens,), "dtype": torch.float64}
     noise = [torch.rand(**size, generator=g) for g in generators or [None] * len(prompts)]
@@ -274,7 +311,7 @@ def _forward(model, cache, input_ids, **masks):
 def _read_common_prefix(model, prompts):
     """A cache with the tokens that all prompts begin with, for each of them, and how many."""
     cache = DynamicCache(config=model.config)
-    if len(prompts) == 1 or any(layer.is_sliding for layer in cache.layers):
+    if len(prompts) == 1 or any(getattr(layer, "is_sliding", True) for layer in cache.layers):
         return cache, 0  # a window would count the padding that follows the prefix
     shortest = min(map(len, prompts))  # of which the next forward needs a token
     shared = min(len(os.path.commonprefix(prompts)), shortest - 1)
@@ -284,22 +321,79 @@ def _read_common_prefix(model, prompts):
     return cache, shared
 
 
-def task_generators(seed, step, task_ids):
-    """One source of noise per task, from (seed, step, task), whatever its batch and device are."""
+_exact = weakref.WeakSet()  # the models that passed check_sampling
+
+
+def check_sampling(model):
+    """Measure, once for each model: three unequal prompts sampled together must get the log-probs
+    of one plain forward each. Raises ValueError naming the model and the difference."""
+    if model in _exact:
+        return
+    config = model.config.get_text_config()
+    ids = [i % config.vocab_size for i in range(3, 15)]
+    prompts = [ids[:9], ids[:4], ids[:3] + ids[9:]]
+    noise = [torch.Generator() for _ in prompts]  # the global noise stays what it was
+    rope = str([getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")])
+    off, largest, problem = 0.0, 1.0, ""
+    _exact.add(model)
+    try:
+        asked = count()  # the second row leaves after its first token
+        sampled, logprobs = generate(model, prompts, 4, 0, lambda new: next(asked) == 1, noise)
+        training = model.training
+        model.eval()
+        for prompt, new, recorded in zip(prompts, sampled, logprobs):
+            tokens = torch.tensor([prompt + new], device=model.device)
+            with torch.no_grad():
+                logits = model(input_ids=tokens, use_cache=False).logits[0, -len(new) - 1 : -1]
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            logp = logits.log_softmax(-1).gather(1, tokens[0, -len(new) :, None])[:, 0]
+            off = max(off, (logp - torch.tensor(recorded).to(logp)).abs().max().item())
+            largest = max(largest, logits.abs().max().item())
+        model.train(training)
+        if not off <= {torch.float64: 1e-9, torch.float32: 3e-5}.get(model.dtype, 0.03) * largest:
+            problem = f"log-probs of a batch and of single calls differ by {off:.1e}"
+        elif "longrope" in rope or "dynamic" in rope:  # beyond the reach of short prompts
+            problem = "its rotary frequencies depend on the longest position in a batch"
+    except Exception as error:  # whatever a model's depths raise
+        problem = f"its forward raises {type(error).__name__}: {error}".splitlines()[0]
+    if problem:
+        _exact.discard(model)
+        raise ValueError(f"{type(model).__name__} cannot be sampled in batches: {problem}")
+
+
+def max_positions(model):
+    """How long a call may be, in tokens, by what the model was made for."""
+    config = model.config.get_text_config() if model else None
+    most = getattr(config, "max_position_embeddings", None)
+    return most if most and most > 0 else sys.maxsize
+
+
+def task_generators(seed, step, places):
+    """One source of noise for each place in the batch of all ranks, from (seed, step, place): a
+    task that stands at two places is sampled twice, whatever its rank, batch and device are."""
     generators = []
-    for task_id in task_ids:
-        digest = hashlib.sha256(f"{seed} {step} {task_id}".encode()).digest()
+    for place in places:
+        digest = hashlib.sha256(f"{seed} {step} {place}".encode()).digest()
         generators.append(torch.Generator().manual_seed(int.from_bytes(digest[:8], "big")))
     return generators
 
 
-def stop_on(tokenizer, strings):
-    """A response is over with the end-of-sequence token, or as soon as its text holds one of
-    `strings`. Text and not ids, since a tokenizer may merge the end of a tag with what follows."""
+def end_ids(tokenizer, model=None):
+    """The tokens that end a turn: the tokenizer's, and all that `model.generate` would stop at."""
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ends = ends if isinstance(ends, list) else [ends]
+    return {tokenizer.eos_token_id, *ends} - {None}
+
+
+def stop_on(tokenizer, strings, ends=None):
+    """A response is over with one of the tokens `ends` (by default the tokenizer's), or as soon as
+    its text holds one of `strings`. Text and not ids, since a tokenizer may merge the end of a tag
+    with what follows."""
+    ends = ends or end_ids(tokenizer)
     window = max((len(s.encode()) for s in strings), default=1)  # a token spells at least one byte
 
     def stop(ids):
-        if ids[-1] == tokenizer.eos_token_id:
+        if ids[-1] in ends:
             return True
         text = tokenizer.decode(ids[-window:])
         return any(s in text for s in strings)
@@ -318,14 +412,18 @@ def scripted(respond, tokenizer, envs):
 
 
 def load(path, device, attention="sdpa", dtype="auto"):
-    """(tokenizer, causal model in eval mode) of a folder or hub name; ValueError if none."""
-    settings = {"attn_implementation": attention, "dtype": dtype}
+    """(tokenizer, causal model in eval mode) of a folder or hub name. Raises ValueError if there is
+    none, or if weights are missing."""
+    settings = {"attn_implementation": attention, "dtype": dtype, "output_loading_info": True}
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, **settings)
+        model, found = AutoModelForCausalLM.from_pretrained(path, **settings)
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except OSError as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # a file may be damaged in any way
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(f"{path}: no model and tokenizer to load there ({reason})") from None
+    if found["missing_keys"]:
+        names = ", ".join(sorted(found["missing_keys"]))
+        raise ValueError(f"{path}: these weights are missing, and would be random: {names}")
     for parameter in model.parameters():
         # as mapped from the file it isn't aligned, and sums are rounded in another order
         parameter.data = parameter.data.to(device, copy=True)
@@ -372,7 +470,11 @@ def toy_model(tokenizer, hidden_size, layers, attention="sdpa", scale=0.02):
 # ---- files, and text for people ------------------------------------------------------------------
 @contextmanager
 def uninterrupted():
-    """Hold SIGINT back until the block is done, so that what is being written is finished."""
+    """Hold SIGINT back until the block is done, so that what is being written is finished. (Only
+    the main thread gets it.)"""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     caught = []
     before = signal.signal(signal.SIGINT, lambda *_: caught.append(True))
     try:
@@ -410,6 +512,16 @@ def whole_folder(folder, first=True):
             shutil.rmtree(rest, ignore_errors=True)
 
 
+def finish_folders(parent):
+    """Remove what a killed `whole_folder` left in a folder, or give the old one its name back."""
+    for part in parent.glob(".saving-*"):
+        name = part.name.removeprefix(".saving-old-")
+        if name != part.name and not (parent / name).exists():
+            os.rename(part, parent / name)
+        elif part.name.startswith((".saving-old-", ".saving-new-")):
+            shutil.rmtree(part)
+
+
 def save_trajectories(path, trajectories):
     """Write one JSON object a line, whole or not at all; ids and floats come back exactly."""
     write(path, "".join(json.dumps(asdict(trajectory)) + "\n" for trajectory in trajectories))
@@ -433,7 +545,7 @@ def replay(path, tokenizer, update):
         q, turns, calls, context = encode_prompt(tokenizer, record["prompt"]), [], [], []
         for turn in record["turns"]:
             action = tokenizer.encode(turn["response"], add_special_tokens=False)
-            observed = tokenizer.encode(turn["observation"], add_special_tokens=False)
+            observed = encode_text(tokenizer, turn["observation"])
             calls.append(Call(q + context, action, [0.0] * len(action), observed))
             turns.append((action, observed))
             context = update(turns)
@@ -442,14 +554,21 @@ def replay(path, tokenizer, update):
     return read_lines(path, read, "no episode of eval.py --keep_correct")
 
 
-def read_lines(path, read, problem):
-    """read(record) of every line of a JSONL file; what it cannot read is named by file and line."""
+def read_lines(path, read, problem, grows=False):
+    """read(record) of every line of a JSONL file; what it cannot read is named by file and line.
+    grows: a file to which lines are added may not be there yet, and its last line may be cut."""
     found = []
-    with open(path, encoding="utf-8", errors="replace") as f:
+    if grows and not os.path.exists(path or ""):
+        return found
+    with open(path, encoding="utf-8-sig", errors="replace") as f:
         for number, line in enumerate(f, 1):
+            if not line.strip():
+                continue
             try:
                 found.append(read(json.loads(line)))
-            except (ValueError, TypeError, KeyError) as error:
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                if grows and not line.endswith("\n"):
+                    break
                 where = f"{os.fspath(path)}, line {number}"
                 raise ValueError(f"{where}: {problem} ({error})") from None
     return found
@@ -484,6 +603,25 @@ class _Diary:
         return f" [ number {self.turn} ]", 0.0, self.turn == 4
 
 
+@contextmanager
+def command(name, advice=""):
+    """A command as its users meet it: it prints to any stdout, ends without a word where that is
+    closed, and in one line where something is wrong or Ctrl-C is pressed."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")
+    sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        raise SystemExit(1) from None
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"{name}: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit(f"\ninterrupted{advice}") from None
+
+
+@command("rollout.py")
 def main():
     tokenizer = train_tokenizer([_Diary().respond()] * 4 + [" [ number 1 ]"], 400)
     print("Three turns, then what the fourth call reads after q under each update rule U:\n")

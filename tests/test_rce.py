@@ -20,6 +20,7 @@ from torch.testing import assert_close
 
 import losses
 import rce as rce_file
+from conftest import here
 from pack import action_hidden, pack, pack_all, verify
 from rce import (
     Difference,
@@ -403,8 +404,7 @@ def test_rce_needs_pack_alone(tmp_path):
 
 def command(*args):
     """`python rce.py` with these arguments."""
-    command = [sys.executable, rce_file.__file__, *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True)
+    return here(rce_file, *args)
 
 
 @pytest.fixture(scope="module")
@@ -475,7 +475,8 @@ def test_gate_that_cannot_check_says_why(recorded, tmp_path, monkeypatch, capsys
     assert "no trajectories in it" in str(gate(monkeypatch, *flags))
     path.write_text("{}\n")
     assert "t.jsonl, line 1: not a trajectory" in str(gate(monkeypatch, *flags))
-    out = command(*flags)
+    script = [sys.executable, rce_file.__file__, *map(str, flags)]
+    out = subprocess.run(script, capture_output=True, text=True)
     assert out.returncode == 1 and "line 1" in out.stderr and "Traceback" not in out.stderr
     for half in (recorded[:2], recorded[2:]):
         assert gate(monkeypatch, *half).code == 2
