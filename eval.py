@@ -14,18 +14,22 @@ does not say); --without_q leaves it out, as MEM1 does.
 """
 
 import argparse
+import hashlib
 import json
 import os
+import sys
 import time
-
+from collections import Counter
 from pathlib import Path
 from statistics import mean
 
 import torch
+from tqdm import tqdm
 
 from env import RULES, STOP, SearchEnv, compose, load_questions, open_retriever, toy_envs
-from rollout import Trajectory, generate, load, read_lines, rollout, stop_on, task_generators
-from rollout import update_rules
+from rollout import Trajectory, command, encode_prompt, encode_text, end_ids, generate, load
+from rollout import max_positions, read_lines, rollout, stop_on, task_generators, update_rules
+from rollout import without_end
 
 METRICS = ("em", "f1", "peak", "dependency", "seconds")
 
@@ -35,41 +39,98 @@ def evaluate(
     batch_size=256, progress=None, temperature=0.0, seed=0, scores="squad", with_q=True,
     records=None, keep_correct=None,
 ) -> tuple[dict[str, float], list[Trajectory]]:  # fmt: skip
-    """Roll out all environments, batch_size at a time: the means of METRICS, and the trajectories.
-    records: a JSONL file with a line per task; tasks in it are not run again. keep_correct: a JSONL
-    file to add the text of every episode with all answers right to, for SFT."""
+    """Roll out all environments, batch_size at a time: the means of METRICS, and the trajectories,
+    None for a task that was too long: it scores 0, and only EM and F1 count it. records: a JSONL
+    file with a line per task; tasks in it are not run again. keep_correct: a JSONL file to add the
+    text of every episode with all answers right to, for SFT."""
     rule = update_rules(tokenizer)[update]
-    stop = stop_on(tokenizer, STOP)
-    done, trajectories = read_records(records), []
-    todo = [env for env in envs if env.task.id not in done]
+    names = task_names(envs)
+    ends = end_ids(tokenizer, model)
+    stop = stop_on(tokenizer, STOP, ends)
+    for path in (keep_correct, records):  # that they can be written is known before the first call
+        append(path, [])
+    done = read_records(records)
+    kept = read_lines(keep_correct, name_of_episode, "not an episode", grows=True)
+    asked = [digest(env.prompt()) for env in envs]
+    for name, digest_now in zip(names, asked):
+        if name in done and done[name].get("asked", digest_now) != digest_now:
+            raise ValueError(f"{records}: its task {name} asks something else; take another file")
+    todo = [i for i, name in enumerate(names) if name not in done]
+    trajectories = []
     for i in range(0, len(todo), batch_size):
-        batch = todo[i : i + batch_size]
+        places = todo[i : i + batch_size]
+        batch = [envs[place] for place in places]
         start = time.perf_counter()
-        noise = task_generators(seed, 0, [env.task.id for env in batch])
+        noise = task_generators(seed, 0, places)
 
         def sample(prompts, rows):
             generators = [noise[row] for row in rows]
             return generate(model, prompts, max_new_tokens, temperature, stop, generators)
 
-        new = rollout(sample, tokenizer, batch, rule, max_len - max_new_tokens, progress)
+        longest = min(max_len, max_positions(model)) - max_new_tokens
+        new = rollout(sample, tokenizer, batch, rule, longest, progress, ends, show_rejected)
         seconds = (time.perf_counter() - start) / len(batch)
         right, lines = [], []
-        for env, trajectory in zip(batch, new):
+        for place, env, trajectory in zip(places, batch, new):
             em, f1 = env.score(scores)
-            line = {"task": env.task.id, "em": em, "f1": f1, "peak": peak(trajectory, with_q)}
-            line |= {"dependency": dependency(trajectory, with_q), "seconds": seconds}
-            line |= {"calls": len(trajectory.calls), "answers": env.answers}
-            done[env.task.id] = line
+            line = {"task": names[place], "asked": asked[place], "em": em, "f1": f1}
+            line |= {"peak": 0.0, "dependency": 0.0, "seconds": seconds}
+            line |= {"calls": 0, "answers": env.answers}
+            if trajectory is not None:
+                line["peak"] = peak(trajectory, with_q)
+                line["dependency"] = dependency(trajectory, with_q)
+                line["calls"] = len(trajectory.calls)
+            done[names[place]] = line
             lines.append(line)
             if env.score()[0] == len(env.task.questions):  # a right answer ends a valid episode
-                right.append(as_text(env, trajectory, tokenizer))
+                episode = as_text(env, trajectory, tokenizer, ends)
+                episode["task"] = names[place]
+                if name_of_episode(episode) not in kept:
+                    right.append(episode)
         append(keep_correct, right)  # before the records, which say that a task is done
         append(records, lines)
         trajectories += new
     means = {}
     for name in METRICS:
-        means[name] = mean(done[env.task.id][name] for env in envs)
+        lines = [done[task] for task in names]
+        if name not in ("em", "f1"):
+            lines = [line for line in lines if line.get("calls", 1)]
+        means[name] = mean(line[name] for line in lines) if lines else 0.0
     return means, trajectories
+
+
+def task_names(envs):
+    """What each task is called in files: its id, and from the second time on which time it is."""
+    names, times = [], Counter()
+    for env in envs:
+        name = env.task.id
+        times[name] += 1
+        names.append(name if times[name] == 1 else f"{name} #{times[name]}")
+    return names
+
+
+def digest(prompt):
+    """A short name for what a task asks."""
+    return hashlib.sha256(prompt.encode()).hexdigest()[:8]
+
+
+def name_of_episode(episode):
+    """What tells an episode of --keep_correct from others."""
+    return episode["task"], episode["prompt"]
+
+
+def show_rejected(why):
+    """Say on stderr which task was left out."""
+    tqdm.write(f"rejected: {why}", file=sys.stderr)
+
+
+def check_room(tokenizer, envs, max_new_tokens, max_obs, max_len):
+    """Raise ValueError where not even the shortest q fits into max_len with a response, its
+    observation and the next response: the second call of every task would be rejected."""
+    q = min(len(encode_prompt(tokenizer, env.prompt())) for env in envs)
+    if q + 2 * max_new_tokens + max_obs > max_len:
+        parts = f"q of {q} tokens, two responses of {max_new_tokens}, an observation of {max_obs}"
+        raise ValueError(f"{parts}: they do not fit into --max_len {max_len}")
 
 
 def peak(trajectory, with_q=True):
@@ -108,44 +169,40 @@ def table(rows):
     return markdown(["set", "model", "EM", "F1", "peak", "dependency", "s / task"], cells())
 
 
-def as_text(env, trajectory, tokenizer):
+def as_text(env, trajectory, tokenizer, ends=None):
     """An episode without token ids: those of one tokenizer mean nothing to another."""
     turns = []
     for call in trajectory.calls:
-        response = tokenizer.decode(call.action_ids, skip_special_tokens=True)
+        response = tokenizer.decode(without_end(call.action_ids, ends or end_ids(tokenizer)))
         observation = tokenizer.decode(call.observation_ids)
         turns.append({"response": response, "observation": observation})
     return {"task": env.task.id, "prompt": env.prompt(), "turns": turns}
 
 
 def append(path, lines):
-    """Add JSON lines to a file; each batch is on disk before the next begins."""
+    """Add JSON lines to a file; each batch is on disk before the next begins. A last line that a
+    crash cut off goes first, or the next one would be glued to it."""
     if path is None:
         return
-    drop_cut_line(path)
-    with open(path, "a", encoding="utf-8") as f:
-        for line in lines:
-            f.write(json.dumps(line) + "\n")
-
-
-def drop_cut_line(path):
-    """Remove a last line that a crash cut off, or the next one would be glued to it."""
-    if os.path.exists(path):
-        data = Path(path).read_bytes()
-        os.truncate(path, data.rfind(b"\n") + 1)
+    with open(path, "a+b") as f:
+        f.seek(0)
+        last = f.read().rpartition(b"\n")[2]
+        try:
+            ending = b"\n" if last and json.loads(last) else b""
+        except ValueError:
+            ending = b""
+            f.truncate(f.tell() - len(last))
+        f.write(ending + "".join(json.dumps(line) + "\n" for line in lines).encode())
 
 
 def read_records(path):
     """{task: record} of a records file, {} where there is none. A last line that a crash cut off is
-    removed from the file; other damage is a ValueError naming the line."""
-    if path is None or not os.path.exists(path):
-        return {}
-    drop_cut_line(path)
+    passed over; other damage is a ValueError naming the line."""
 
     def read(record):
         return record["task"], {**record, **{name: float(record[name]) for name in METRICS}}
 
-    return dict(read_lines(path, read, "not a record of eval.py"))
+    return dict(read_lines(path, read, "not a record of eval.py", grows=True))
 
 
 def same_settings(folder, ours):
@@ -178,11 +235,11 @@ def parse(argv=None):
     add("--without_q", action="store_true", help="leave q out of peak and dependency, as MEM1 does")
     add("--max_new_tokens", type=int, default=128, help="tokens of a response at most")
     add("--max_len", type=int, default=640, help="tokens of a call at most")
-    add("--max_obs", type=int, default=1000, help="tokens of an observation, in whole passages")
+    add("--max_obs", type=int, default=128, help="tokens of an observation, in whole passages")
     add("--top_k", type=int, help="passages of a search (default: 2 for the toy, else 3)")
     add("--batch_size", type=int, default=256, help="tasks that run at once")
     add("--records", type=Path, help="folder for a line per task; what it holds is not run again")
-    add("--keep_correct", type=Path, help="JSONL to add right episodes to, as text, for SFT")
+    add("--keep_correct", type=Path, help="JSONL for right episodes, as text; records beside it")
     add("--seed", type=int, default=0, help="random seed of the question order and of sampling")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
@@ -191,10 +248,14 @@ def parse(argv=None):
         counts.append(args.top_k)
     if min(counts) < 1:
         parser.error("--horizons, --n, --batch_size and all limits must be positive")
+    if not 0 <= args.temperature < float("inf"):
+        parser.error("--temperature must be a number, at least 0")
     if args.max_len <= args.max_new_tokens:
         parser.error("--max_len must leave room for a prompt next to --max_new_tokens")
     if bool(args.questions) != bool(args.corpus):
         parser.error("--questions and --corpus go together")
+    if args.keep_correct:
+        args.records = args.records or Path(f"{args.keep_correct}.records")
     return args
 
 
@@ -210,23 +271,31 @@ def evaluate_all(args):
     for path in args.questions or []:
         questions += load_questions(path)
     retriever = open_retriever(args.corpus) if args.corpus else None
+
+    def envs_of(k, n, tokenizer):
+        settings = {"budget": args.max_obs}
+        settings["top_k"] = args.top_k or (3 if questions else 2)
+        settings["length"] = lambda text: len(encode_text(tokenizer, text))
+        if not questions:
+            return toy_envs("test", n, k, **settings)
+        tasks = compose(questions, k, args.seed)[:n]
+        return [SearchEnv(task, retriever, **settings) for task in tasks]
+
     for k in args.horizons:
-        n = max(1, args.n // k)
         for name, path in models.items():
             tokenizer, model = load(path, args.device)
-            settings = {"length": lambda text: len(tokenizer.encode(text)), "budget": args.max_obs}
-            if questions:
-                settings["top_k"] = args.top_k or 3
-                tasks = compose(questions, k, args.seed)[:n]
-                envs = [SearchEnv(task, retriever, **settings) for task in tasks]
-            else:
-                envs = toy_envs("test", n, k, top_k=args.top_k or 2, **settings)
+            if max_positions(model) < args.max_len:
+                tqdm.write(f"{name} has {max_positions(model)} positions", file=sys.stderr)
+            for other in args.horizons:  # what cannot be is known before the first line
+                some = envs_of(other, 8, tokenizer)
+                check_room(tokenizer, some, args.max_new_tokens, args.max_obs, args.max_len)
+            envs = envs_of(k, max(1, args.n // k), tokenizer)
             records = None
             if args.records:
                 folder = args.records / name if len(models) > 1 else args.records
                 free = ("horizons", "n", "batch_size", "records", "keep_correct", "device")
                 ours = {flag: value for flag, value in vars(args).items() if flag not in free}
-                ours["model"] = os.path.abspath(path)
+                ours["model"] = os.path.abspath(path) if os.path.exists(path) else path
                 records = same_settings(folder, ours) / f"Q{k}.jsonl"
             metrics, _ = evaluate(
                 model, tokenizer, envs, args.update, args.max_new_tokens, args.max_len,
@@ -236,14 +305,10 @@ def evaluate_all(args):
             yield f"Q{k}", name, metrics
 
 
+@command("eval.py", "; the same command with --records resumes")
 def main():
-    try:
-        for line in table(evaluate_all(parse())):
-            print(line, flush=True)
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"eval.py: {error}") from None
-    except KeyboardInterrupt:
-        raise SystemExit("\ninterrupted; the same command with --records resumes") from None
+    for line in table(evaluate_all(parse())):
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import time
 import warnings
@@ -45,16 +46,17 @@ from torch.distributed import checkpoint as dcp, fsdp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
-from transformers import AutoModelForTokenClassification, HfArgumentParser
+from transformers import HfArgumentParser
 
 import losses
 from env import STOP, SearchEnv, ToyWiki, compose, load_questions, open_retriever
 from env import toy_envs, toy_texts
-from eval import METRICS, evaluate, table
+from eval import METRICS, check_room, evaluate, show_rejected, table
 from pack import action_hidden, check_model, pack, pack_all, pack_history
 from rce import rce
-from rollout import call_ids, call_names, check_tokenizers, format_trajectory, generate
-from rollout import history_ids, load, replay, rollout, save_trajectories, scripted, stop_on
+from rollout import call_ids, call_names, check_sampling, check_tokenizers, command, encode_text
+from rollout import end_ids, finish_folders, format_trajectory, generate, history_ids, load
+from rollout import max_positions, replay, rollout, save_trajectories, scripted, stop_on
 from rollout import task_generators, toy_model, train_tokenizer, uninterrupted, update_rules
 from rollout import whole_folder, write
 
@@ -98,7 +100,7 @@ class Config:
     reward: Literal["em", "f1"] = flag("em", "r_t of the last call, over all questions (MEM1: em)")
     temperature: float = flag(1.0, "sampling temperature; all log-probs use it, too (MEM1: 1)")
     max_new_tokens: int = flag(1000, "tokens of one response at most (MEM1: 1000)")
-    max_len: int = flag(4096, "tokens of one call at most; never cut, but refused (Section 3.3)")
+    max_len: int = flag(4096, "tokens of one call; longer examples are left out (Section 3.3)")
     share: Literal["tree", "q"] = flag("tree", "stored once: every common prefix, or q (Eq. 4)")
     max_tokens: int = flag(16384, "tokens of one pack, the micro-batch; no result depends on it")
     distill: Literal["aligned", "history", "none"] = flag("aligned", "MemOPD, Figure 3a, or PPO")
@@ -133,7 +135,11 @@ def train(config: Config) -> None:
     """Warm start or load, then the loop, then the table. Results are on disk as soon as known."""
     torch.manual_seed(config.seed)
     tasks = open_data(config)
-    run = open_run(config)
+    check_run(config)
+    models = load_models(config) if config.student else None
+    tokenizer = models.tokenizer if models else train_tokenizer(toy_texts(), config.vocab_size)
+    check_tasks(tokenizer, tasks, config)
+    run = open_run(config)  # a config or a model that is wrong leaves no folder
     if not config.student:
         if rank() == 0 and not (run / "teacher").exists():  # a resumed run may have it already
             warm_start(config, run)
@@ -141,7 +147,7 @@ def train(config: Config) -> None:
         config = replace(config, student=f"{run}/warm_start", teacher=f"{run}/teacher")
     if config.stage == "warm_start":
         return
-    models = load_models(config)
+    models = models or load_models(config)
     done = resume(run, models.trained)
 
     for step in progress(done, config.steps, f"{config.distill}, Q{config.horizon}"):
@@ -149,8 +155,8 @@ def train(config: Config) -> None:
 
         # 1. Roll out (Section 3.2, Eq. 1): the student acts with compact memory.
         with clock(cost, "rollout"):
-            ours = tasks("train", config.tasks_per_step, config.horizon, step)[rank() :: world()]
-            envs, trajectories = roll_out(models, ours, step, config)
+            batch = tasks("train", config.tasks_per_step, config.horizon, step)
+            envs, trajectories = roll_out(models, batch, step, config)
 
         # 2. Pack (Section 3.3, Eq. 4 and 6): every call in its exact state.
         with clock(cost, "pack"):
@@ -174,7 +180,7 @@ def train(config: Config) -> None:
         with clock(cost, "update"):
             found = update_policy(models, packs, batch, config, step)
 
-        found |= mismatch | batch_metrics(envs, trajectories, packs, logp_old - logp_ref)
+        found |= mismatch | batch_metrics(envs, trajectories, packs, logp_old - logp_ref, config)
         log(run, stage="rl", step=step, **found, **cost)
         print0(STEP_LINE.format(step=step, **found))
         if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
@@ -199,21 +205,31 @@ class Models:
 
 
 def roll_out(models, tasks, step, config):
-    """Eq. 1 on (task, retriever) pairs. Noise depends on seed, step and task, not on the batch."""
-    tokenizer = models.tokenizer
-    envs = make_envs(tasks, tokenizer, config)
-    noise = task_generators(config.seed, step, [env.task.id for env in envs])
-    stop = stop_on(tokenizer, STOP)
+    """Eq. 1 on this rank's part of (task, retriever) pairs, with the noise of their places in the
+    batch. Examples that become too long are left out (Section 3.3)."""
+    tokenizer, places = models.tokenizer, range(rank(), len(tasks), world())
+    envs = make_envs([tasks[place] for place in places], tokenizer, config)
+    noise = task_generators(config.seed, step, places)
+    ends = end_ids(tokenizer, models.student)
+    stop = stop_on(tokenizer, STOP, ends)
     T = config.temperature
 
     def sample(prompts, rows):
         generators = [noise[row] for row in rows]
         return generate(models.student, prompts, config.max_new_tokens, T, stop, generators)
 
-    update = update_rules(tokenizer)[config.update]
-    longest = config.max_len - config.max_new_tokens
+    def reject(why):
+        show_rejected(f"step {step}, {why}")
+
+    found, update = [], update_rules(tokenizer)[config.update]
+    longest = min(config.max_len, config.max_tokens) - config.max_new_tokens  # a pack holds it
     with unsharded(models.student):  # by all ranks, with tasks or without
-        return envs, rollout(sample, tokenizer, envs, update, longest) if envs else []
+        if envs:
+            found = rollout(sample, tokenizer, envs, update, longest, None, ends, reject)
+    kept = [i for i, trajectory in enumerate(found) if trajectory is not None]
+    if not sum(gather(len(kept))):
+        raise ValueError(f"step {step}: all {len(tasks)} examples are longer than --max_len allows")
+    return [envs[i] for i in kept], [found[i] for i in kept]
 
 
 def pack_calls(trajectories, config):
@@ -250,7 +266,7 @@ def audit(models, trajectories, logp_old, step, config):
     """Eq. 5 by its proxy: |recorded log-prob - that of the packed forward|; a p99 beyond rounding
     is a ValueError. In the first step RCE itself is printed, for a few tasks."""
     with unsharded(models.student):
-        if step == 0 and rank() == 0:
+        if step == 0 and rank() == 0 and trajectories:
             prompts, actions, prefix_lens = call_ids(trajectories[:4])
             share = prefix_lens if config.share == "q" else None
             names = call_names(trajectories[:4])
@@ -342,6 +358,8 @@ def update_policy(models, packs, batch, config, step=0):
 
 def actor_objective(packed, batch, teacher_head, N, config):
     """Eq. 11 as a function of a few tokens' logits, for `losses.chunked_loss`."""
+    if batch.teacher_hidden is not None and teacher_head is None:
+        raise ValueError("the batch has teacher_hidden, and there is no teacher_head to read it")
 
     def objective(logits, rows):  # (n, V), and which tokens of the pack they are
         now = batch[rows]
@@ -433,8 +451,10 @@ def sft_loss(model, packed, N):
 def sft(config):
     """Train --student on --sft_data, every response in the exact context of its call."""
     torch.manual_seed(config.seed)
+    check_run(config)
     tokenizer, student = load_model(config.student, config)
     trajectories = replay(config.sft_data, tokenizer, update_rules(tokenizer)[config.update])
+    trajectories = without_long_turns(trajectories, config)
     run = open_run(config)
     n, batches = config.tasks_per_step, []
     for epoch in range(config.sft_epochs):
@@ -459,6 +479,21 @@ def sft(config):
         log(run, stage="sft", step=step, action_tokens=N, **found)
         if (step + 1) % config.save_every == 0 or step + 1 == len(batches):
             save_all(run, step + 1, trained, tokenizer, [], config.keep)
+
+
+def without_long_turns(trajectories, config):
+    """SFT's examples are single turns: those that fit into max_len (Section 3.3)."""
+    kept, n = [], 0
+    longest = min(config.max_len, config.max_tokens)  # a pack holds it
+    for trajectory in trajectories:
+        sizes = [len(call.prompt_ids + call.action_ids) for call in trajectory.calls]
+        calls = [call for call, size in zip(trajectory.calls, sizes) if size <= longest]
+        kept += [replace(trajectory, calls=calls)] if calls else []
+        n += len(sizes) - len(calls)
+    if not kept:
+        raise ValueError(f"{config.sft_data}: no turn in it fits into {longest} tokens (--max_len)")
+    print0(f"{n} turns are longer than {longest} tokens (--max_len) and left out")
+    return kept
 
 
 # ---- tasks, and what is shown of them ------------------------------------------------------------
@@ -502,9 +537,19 @@ def open_data(config):
     return files
 
 
+def check_tasks(tokenizer, tasks, config):
+    """Raise ValueError where the tasks of a length, trained or tested, cannot fit."""
+    horizons = config.horizons if config.eval_questions else []
+    for split, k in [("train", config.horizon), *(("test", k) for k in horizons)]:
+        envs = make_envs(tasks(split, 8, k), tokenizer, config)
+        limits = (config.max_new_tokens, config.max_obs, config.max_len)
+        if envs:
+            check_room(tokenizer, envs, *limits)
+
+
 def make_envs(tasks, tokenizer, config):
     """Fresh episodes of (task, retriever) pairs, observations measured in tokens."""
-    settings = {"length": lambda text: len(tokenizer.encode(text, add_special_tokens=False))}
+    settings = {"length": lambda text: len(encode_text(tokenizer, text))}
     settings |= {"reward": config.reward, "top_k": config.top_k, "budget": config.max_obs}
     return [SearchEnv(task, retriever, **settings) for task, retriever in tasks]
 
@@ -531,19 +576,21 @@ def print_learned(models, tasks, config):
     new, _, after = run_episodes(models.student, candidates, models, config)
     shown = 0
     for i in reversed(range(len(candidates))):
-        if old[i].score()[0] < new[i].score()[0] == len(new[i].task.questions):
+        if old[i].score()[0] < new[i].score()[0] == len(new[i].task.questions) and before[i]:
             shown = i
     answers = " ; ".join(accepted[0] for accepted in new[shown].task.answers)
     for when, trajectories in (("before", before), ("after", after)):
         print0(f"\n--- one {kind} task {when} training; the answers are {answers}")
-        print0(format_trajectory(trajectories[shown], models.tokenizer))
+        if trajectories[shown]:
+            print0(format_trajectory(trajectories[shown], models.tokenizer))
 
 
 def final_table(models, tasks, run, config):
     """Print and write the last table: every model on every horizon, on the same held-out tasks."""
     if not config.eval_questions or not tasks("test", 1, 1):
         return
-    compared = {"warm_start": models.reference, "student": models.student}
+    start = "reference" if config.reference else "warm_start"
+    compared = {start: models.reference, "student": models.student}
     if models.teacher is not None:
         compared["teacher"] = models.teacher
     rows = []
@@ -551,9 +598,11 @@ def final_table(models, tasks, run, config):
         ours = tasks("test", max(1, config.eval_questions // k), k)[rank() :: world()]
         for name, model in compared.items():
             _, metrics, _ = run_episodes(model, ours, models, config, f"Q{k}, {name}")
-            total = Counter()
+            total, clocks = Counter(), [0.0]
             for n, theirs in gather((len(ours), metrics)):
                 total.update(n=n, **{metric: n * x for metric, x in theirs.items()})
+                clocks.append(n * theirs.get("seconds", 0.0))
+            total["seconds"] = max(clocks)  # ranks work at the same time
             rows.append((f"Q{k}", name, {metric: total[metric] / total["n"] for metric in METRICS}))
     text = "\n".join(table(rows))
     if rank() == 0:
@@ -561,7 +610,7 @@ def final_table(models, tasks, run, config):
     print0(text)
 
 
-def batch_metrics(envs, trajectories, packs, growth):
+def batch_metrics(envs, trajectories, packs, growth, config):
     """Means and counts over the batch of all ranks. growth: log pi_old - log pi_ref, (N,)."""
     ours = Counter(tasks=len(envs), reference_kl=growth.clamp(min=0).sum().item())
     for env in envs:
@@ -577,6 +626,7 @@ def batch_metrics(envs, trajectories, packs, growth):
     means = {name: total[name] / total["tasks"] for name in ("reward", "em", "f1", "answered")}
     means["reference_kl"] = total["reference_kl"] / total["action_tokens"]
     means["tokens_saved"] = 1 - total["packed"] / total["tokens"]
+    means["rejected"] = config.tasks_per_step - total["tasks"]
     return {"calls": total["calls"], "action_tokens": total["action_tokens"], **means}
 
 
@@ -598,13 +648,16 @@ def load_models(config):
 
 
 def load_model(path, config, dtype=torch.float32):
-    """(tokenizer, causal model). Raises ValueError if packs do not run on it."""
+    """(tokenizer, causal model), measured. Raises ValueError if packs or sampling are not exact."""
     device = "cpu" if dist.is_initialized() else config.device  # FSDP moves it part by part
     tokenizer, model = load(path, device, "packed", dtype)
     check_model(model)
+    check_sampling(model)
     n, size = len(tokenizer), model.config.vocab_size
     if n > size:
         raise ValueError(f"{path}: the tokenizer has {n} tokens, the model only {size}")
+    if config.max_len > max_positions(model):
+        raise ValueError(f"{path}: it has {max_positions(model)} positions: lower --max_len")
     return tokenizer, model
 
 
@@ -619,23 +672,26 @@ def frozen(path, tokenizer, config):
 def trainable(model, lr, config):
     """(model, its optimizer), with float32 weights and moments."""
     if config.gradient_checkpointing:
-        new = getattr(model, "activation_checkpointing_enable", None)  # from transformers 5.24 on
-        (new or model.gradient_checkpointing_enable)({"use_reentrant": False})
-        model.train()  # there is no dropout, but eval mode would switch checkpointing off
+        body = getattr(model, "body", model)
+        new = getattr(body, "activation_checkpointing_enable", None)  # from transformers 5.24 on
+        (new or body.gradient_checkpointing_enable)({"use_reentrant": False})
+        model.train()  # there must be no dropout, but eval mode would switch checkpointing off
+        check_model(body)
     model = shard(model, config)
+    weights = [p for p in model.parameters() if p.requires_grad]
     fused = config.device.startswith("cuda") or None  # without temporary copies
-    return model, torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0, fused=fused)
+    return model, torch.optim.AdamW(weights, lr=lr, weight_decay=0, fused=fused)
 
 
 def make_critic(student):
-    """V_phi: a copy of the student's body with a value head that starts at 0; nothing is shared."""
-    config = copy.deepcopy(student.config)
-    config.num_labels, config.classifier_dropout = 1, 0.0
-    build = AutoModelForTokenClassification.from_config
-    critic = build(config, attn_implementation="packed", dtype=student.dtype).to(student.device)
-    critic.base_model.load_state_dict(student.base_model.state_dict())
+    """V_phi: a copy of the student's body and a linear head that starts at 0; nothing is shared."""
+    critic = torch.nn.Module()
+    critic.body = copy.deepcopy(student.get_decoder())
+    H = student.get_output_embeddings().weight.shape[1]
+    critic.score = torch.nn.Linear(H, 1, device=student.device, dtype=student.dtype)
     torch.nn.init.zeros_(critic.score.weight)
     torch.nn.init.zeros_(critic.score.bias)
+    check_model(critic.body)
     return critic.eval()
 
 
@@ -674,7 +730,7 @@ def loss_of(model, packed, temperature, objective):
 @as_forward
 def values_of(critic, packed):
     """V of Eq. 9 at g(t,k), where the token is predicted, (N,), in at least float32."""
-    hidden = action_hidden(critic, packed)
+    hidden = action_hidden(critic.body, packed)
     score = critic.score
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     values = F.linear(hidden.to(dtype), score.weight.to(dtype), score.bias.to(dtype))  # (N, 1)
@@ -721,8 +777,10 @@ def join(config):
         torch.cuda.set_device(config.device)
     backend = "cpu:gloo,cuda:nccl" if config.device.startswith("cuda") else "gloo"
     alone = {} if torchrun else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    # rollouts differ in length, so nobody gives up on a slow rank; torchrun ends all if one is lost
-    dist.init_process_group(backend, timeout=timedelta(days=7), **alone)
+    # rollouts differ in length: where torchrun ends all if one is lost, nobody gives up on a rank
+    watched = "TORCHELASTIC_RUN_ID" in os.environ
+    patience = timedelta(days=7) if watched else timedelta(minutes=30)
+    dist.init_process_group(backend, timeout=patience, **alone)
     return config
 
 
@@ -750,7 +808,9 @@ def shard(model, config):
     mesh = init_device_mesh(torch.device(config.device).type, (world(),))
     dtype = getattr(torch, config.dtype)
     policy = fsdp.MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
-    for module in (*model.base_model.layers, model):
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    layers = max(lists, key=lambda found: sum(p.numel() for p in found.parameters()))
+    for module in (*layers, model):
         fsdp.fully_shard(module, mesh=mesh, mp_policy=policy)
     model.apply_whole = MethodType(lambda self, function, *args: function(self, *args), model)
     fsdp.register_fsdp_forward_method(model, "apply_whole")
@@ -778,9 +838,11 @@ def on_device(model, config):
     offloaded = config.offload and not any(p.requires_grad for p in model.parameters())
     if offloaded:
         model.to(config.device)
-    yield
-    if offloaded:
-        model.to("cpu")
+    try:
+        yield
+    finally:
+        if offloaded:
+            model.to("cpu")
 
 
 def full_tensor(x):
@@ -837,8 +899,9 @@ def log(run, **metrics):
 def save(folder, model, tokenizer):
     """`save_pretrained` both. All ranks put the weights together, the first writes them."""
     weights = None  # the model's own
-    if isinstance(model, fsdp.FSDPModule):  # what is tied comes once
-        weights = {name: full_tensor(p).detach().cpu() for name, p in model.named_parameters()}
+    if isinstance(model, fsdp.FSDPModule):
+        once = {**dict(model.named_parameters()), **dict(model.named_buffers())}  # what is tied
+        weights = {n: full_tensor(x).cpu() for n, x in model.state_dict().items() if n in once}
     if rank() == 0:
         with whole_folder(folder) as part:
             model.save_pretrained(part, state_dict=weights)
@@ -873,12 +936,16 @@ def save_checkpoint(run, step, trained, keep):
 
 
 def resume(run, trained):
-    """Load the newest checkpoint, if any, and cut the metrics after it: how many steps are done."""
+    """Load the newest checkpoint that can be read, if there is any, and cut the metrics after it:
+    how many steps are done."""
     done, kept, file = 0, [], run / "metrics.jsonl"
-    if checkpoints(run):
-        newest = checkpoints(run)[-1]
+    for newest in reversed(checkpoints(run)):
         state = training_state(trained)
-        dcp.load(state, checkpoint_id=str(newest), no_dist=not dist.is_initialized())
+        try:  # on all ranks or on none
+            dcp.load(state, checkpoint_id=str(newest), no_dist=not dist.is_initialized())
+        except (Exception, dcp.api.CheckpointException) as error:
+            print0(f"{newest} is damaged, the one before it is used ({str(error)[-200:]})")
+            continue
         for name, (model, optimizer) in trained.items():
             rate = optimizer.param_groups[0]["lr"]  # of this run: a flag may have changed it
             weights, moments = state[name], state[f"{name}_optimizer"]
@@ -886,8 +953,12 @@ def resume(run, trained):
             optimizer.param_groups[0]["lr"] = rate
         done = int(newest.name.removeprefix("step-"))
         print0(f"resumes after {done} steps, from {newest}")
+        break
+    else:
+        if checkpoints(run):
+            raise ValueError(f"no checkpoint in {run} can be read: start a new run")
     for line in file.read_text().splitlines() if file.exists() else []:
-        with suppress(ValueError):  # the last one may be cut off
+        with suppress(ValueError, LookupError, TypeError):  # the last one may be cut off
             record = json.loads(line)
             if record["stage"] == "warm_start" or record["step"] < done:
                 kept.append(line + "\n")
@@ -906,8 +977,9 @@ def training_state(trained):
 
 
 def checkpoints(run):
-    """Whole ones, oldest first."""
-    return sorted((run / "checkpoints").glob("step-*"))
+    """Our own, oldest first; what else lies there is not touched."""
+    folders = (run / "checkpoints").glob("step-*")
+    return sorted(folder for folder in folders if re.fullmatch(r"step-\d{6}", folder.name))
 
 
 def last_good(run):
@@ -916,15 +988,20 @@ def last_good(run):
     return f"the last good checkpoint is {found[-1]}" if found else "there is no checkpoint yet"
 
 
+def check_run(config):
+    """Raise ValueError where the run folder would go over another; nothing is made yet."""
+    run = Path(config.run_dir)
+    if rank() == 0 and run.exists() and not (config.resume and (run / "config.json").exists()):
+        raise ValueError(f"{run} exists already; remove it, or give another --run_dir")
+
+
 def open_run(config):
-    """The run folder: a new one, never over an old one, or with --resume the old one."""
+    """The run folder, a new one or with --resume the old one, once its models are known to load."""
     run = Path(config.run_dir)
     if rank() == 0:
-        if run.exists() and not (config.resume and (run / "config.json").exists()):
-            raise ValueError(f"{run} exists already; remove it, or give another --run_dir")
         run.mkdir(parents=True, exist_ok=True)
-        for unfinished in run.rglob(".saving-*"):
-            shutil.rmtree(unfinished)
+        for folder in (run, run / "checkpoints"):
+            finish_folders(folder)
         write(run / "config.json", json.dumps(asdict(config), indent=1) + "\n")
     gather(None)
     return run
@@ -935,21 +1012,21 @@ def open_run(config):
 PRESETS = {
     "tiny": {
         "dtype": "float32", "gradient_checkpointing": False, "steps": 50, "tasks_per_step": 48,
-        "top_k": 2, "max_new_tokens": 128, "max_len": 640, "max_tokens": 8192,
+        "top_k": 2, "max_new_tokens": 128, "max_obs": 128, "max_len": 640, "max_tokens": 8192,
         "distill_coef": 1.0, "ppo_epochs": 2, "actor_lr": 5e-5, "critic_lr": 1e-3,
     },
     "small": {
         "run_dir": "runs/small", "student": "Qwen/Qwen2.5-0.5B-Instruct",
         "teacher": "Qwen/Qwen2.5-1.5B-Instruct", "offload": True, "tasks_per_step": 32,
-        "max_new_tokens": 500, "max_len": 2048, "max_tokens": 8192,
+        "max_new_tokens": 500, "max_obs": 500, "max_len": 2048, "max_tokens": 8192,
     },
     "3b": {  # the paper does not say which 7B model it means
         "run_dir": "runs/3b", "student": "Qwen/Qwen2.5-3B", "teacher": "Qwen/Qwen2.5-7B-Instruct",
     },
 }  # fmt: skip
-POSITIVE = (
-    "steps tasks_per_step horizon temperature max_new_tokens max_tokens ppo_epochs save_every "
-    "sft_steps sft_questions sft_horizon sft_epochs top_k max_obs keep"
+MAY_BE_ZERO = (  # every other number must be positive
+    "seed eval_questions sft_anneal distill_coef entropy_coef kl_coef gamma gae_lambda clip_coef "
+    "value_clip actor_lr critic_lr sft_lr"
 ).split()
 FIXED = (  # what a resumed run cannot change: its data and its models
     "preset stage seed student teacher reference critic distill questions test_questions corpus "
@@ -965,7 +1042,10 @@ def parse_config(args=None):
     parser = HfArgumentParser(Config, description=__doc__.split("\n\n")[0], allow_abbrev=False)
     file, saved = Path(named.run_dir) / "config.json", {}
     if named.resume and file.exists():
-        saved = json.loads(file.read_text()) | {"resume": True, "run_dir": named.run_dir}
+        try:
+            saved = json.loads(file.read_text()) | {"resume": True, "run_dir": named.run_dir}
+        except (ValueError, TypeError) as error:
+            parser.error(f"{file} is damaged ({error}): start a new run")
     parser.set_defaults(**(saved or PRESETS[named.preset]))
     config, unknown = parser.parse_args_into_dataclasses(args, return_remaining_strings=True)
     problems = find_problems(config)
@@ -986,7 +1066,12 @@ def parse_config(args=None):
 def find_problems(config):
     """What is wrong with a config, in words."""
     c, sft = config, config.stage == "sft"
-    problems = [f"--{name} must be positive" for name in POSITIVE if getattr(c, name) <= 0]
+    problems = []
+    for name, x in asdict(c).items():
+        if type(x) in (int, float) and not 0 < x < math.inf:
+            if x != 0 or name not in MAY_BE_ZERO:
+                least = "at least 0" if name in MAY_BE_ZERO else "positive"
+                problems.append(f"--{name} must be {least}, not {x}")
     try:
         torch.empty(0, device=c.device)
     except (RuntimeError, AssertionError) as error:
@@ -996,10 +1081,11 @@ def find_problems(config):
     lone_model = bool(c.student) != bool(c.teacher) and needs_teacher
     rules = [
         (min(c.horizons, default=0) < 1, "--horizons takes question counts such as 2 8 16"),
+        (max(c.gamma, c.gae_lambda) > 1, "--gamma and --gae_lambda are at most 1"),
         (not 1 <= c.sft_student <= c.sft_steps, "--sft_student must be a step of --sft_steps"),
-        (c.hidden_size % 32 or c.hidden_size <= 0, "--hidden_size must be a multiple of 32"),
-        (c.max_len <= c.max_new_tokens,
-         "--max_len leaves no room for a prompt next to --max_new_tokens"),
+        (c.hidden_size % 32, "--hidden_size must be a multiple of 32"),
+        (c.max_len <= 2 * c.max_new_tokens + c.max_obs,
+         "--max_len leaves no room for a prompt: q, --max_obs and twice --max_new_tokens (Eq. 2)"),
         (lone_file, "--questions and --corpus go together, --test_questions with both"),
         (c.questions and c.stage == "rl" and not c.student,
          "--questions needs a --student: the toy's models read only the toy"),
@@ -1016,22 +1102,19 @@ def find_problems(config):
 def main():
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # for one process
     config = parse_config()
-    try:
-        config = join(config)
-        sft(config) if config.stage == "sft" else train(config)
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"train.py: {error}") from None
-    except FloatingPointError as error:
-        raise SystemExit(f"train.py: {error}; {last_good(Path(config.run_dir))}") from None
-    except KeyboardInterrupt:
-        raise SystemExit(f"\ninterrupted; what was computed is in {config.run_dir}") from None
-    except RuntimeError as error:  # out of memory, or another rank that is gone
-        left = last_good(Path(config.run_dir))
-        error.add_note(f"rank {rank()} of {world()}; {left}, and --resume continues from it")
-        raise
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    with command("train.py", f"; what was computed is in {config.run_dir}"):
+        try:
+            config = join(config)
+            sft(config) if config.stage == "sft" else train(config)
+        except FloatingPointError as error:
+            raise SystemExit(f"train.py: {error}; {last_good(Path(config.run_dir))}") from None
+        except RuntimeError as error:  # out of memory, or another rank that is gone
+            left = last_good(Path(config.run_dir))
+            error.add_note(f"rank {rank()} of {world()}; {left}, and --resume continues from it")
+            raise
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
 if __name__ == "__main__":

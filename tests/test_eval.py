@@ -1,15 +1,13 @@
 """Metrics by hand, records that resume, and the command."""
 
 import json
-import os
-import subprocess
-import sys
 from statistics import mean
 
 import pytest
 
 import eval as eval_file
 import rollout
+from conftest import here
 from env import ToyWiki, toy_envs
 from eval import METRICS, dependency, evaluate, markdown, peak, read_records, same_settings, table
 from rollout import Call, Trajectory
@@ -176,15 +174,14 @@ def test_a_row_is_printed_as_soon_as_it_is_known():
 
 # ---- the command ---------------------------------------------------------------------------------
 def command(folder, *args):
-    """`python eval.py` in this folder, without a network."""
-    command = [sys.executable, eval_file.__file__, *map(str, args)]
-    offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=offline)
+    """`python eval.py` in this folder."""
+    return here(eval_file, *args, cwd=folder)
 
 
-def test_command(runs):
+def test_command(runs, monkeypatch):
     """All models of a run, one of them, and what cannot be evaluated."""
     folder, _ = runs
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     short = ("--n", 3, "--max_new_tokens", 16)
     out = command(folder, "a", *short, "--horizons", 1)
     assert out.returncode == 0, out.stderr

@@ -135,7 +135,10 @@ def same_weights(a, b):
 def same_runs(a, b):
     """Metrics and students, up to rounding."""
     for x, y in zip(metrics(a), metrics(b), strict=True):
-        assert x.keys() == y.keys() and x == pytest.approx(y, rel=1e-5, abs=1e-6)
+        assert x.keys() == y.keys()
+        for name in x:  # the largest rounding error of a log-prob is itself rounding
+            tolerance = 1e-5 if name == "logp_mismatch_max" else 1e-6
+            assert x[name] == pytest.approx(y[name], rel=1e-5, abs=tolerance), name
     same_weights(a, b)
 
 

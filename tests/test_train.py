@@ -2,7 +2,6 @@
 behind."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -18,7 +17,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train as train_file
-from conftest import FAST, command
+from conftest import FAST, command, here
 from env import ToyWiki, toy_envs, toy_texts
 from eval import append, as_text
 from losses import gae
@@ -316,14 +315,12 @@ def test_critic_shares_nothing_with_the_student():
     """A shared config flips the other's attention; a shared tensor trains both."""
     student = tiny()
     critic = make_critic(student)
-    assert critic.config is not student.config and critic.config.num_labels == 1
-    dropouts = [m for m in critic.modules() if isinstance(m, torch.nn.Dropout)]
-    assert not any(dropout.p for dropout in dropouts)
+    assert critic.body.config is not student.config
     ours = {p.data_ptr() for p in critic.parameters()}
     assert not ours & {p.data_ptr() for p in student.parameters()}
     packed = pack([[1, 2]], [[3, 4]])
     assert values_of(critic, packed).tolist() == [0, 0]
-    torch.testing.assert_close(action_hidden(critic, packed), action_hidden(student, packed))
+    torch.testing.assert_close(action_hidden(critic.body, packed), action_hidden(student, packed))
 
 
 def test_history_packs_keep_the_order_of_the_calls():
@@ -453,7 +450,7 @@ def test_wrong_flags_end_with_a_message(args, message, capsys):
 
 def test_help_explains_every_field():
     """Each flag with its symbol or meaning, its source and its default in the preset."""
-    text = " ".join(command("--help").stdout.split())
+    text = " ".join(here(train_file, "--help").stdout.split())
     for name, field in Config.__dataclass_fields__.items():
         assert f"--{name}" in text, name
         assert " ".join(field.metadata["help"].split())[:40] in text, name
@@ -482,7 +479,7 @@ def in_process(monkeypatch, *args):
 def test_an_existing_run_is_never_overwritten(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/metrics.jsonl").write_text("precious\n")
-    out = command(*FAST, "--run_dir", "mine", cwd=tmp_path)
+    out = here(train_file, *FAST, "--run_dir", "mine", cwd=tmp_path)
     assert out.returncode == 1 and "mine exists already" in out.stderr
     assert "Traceback" not in out.stderr
     assert (tmp_path / "mine/metrics.jsonl").read_text() == "precious\n"
@@ -510,13 +507,14 @@ def test_models_from_folders(tmp_path, monkeypatch):
     in_process(monkeypatch, *args, "--run_dir", "r")
     assert metrics(tmp_path / "r", "rl")[0]["teacher_kl"] > 0
     assert not (tmp_path / "r/warm_start").exists()
-    with pytest.raises(SystemExit, match="^train.py: .*raise max_len"):
-        in_process(monkeypatch, *args, "--max_len", "100", "--run_dir", "r2")
+    with pytest.raises(SystemExit, match="^train.py: q of .* do not fit into --max_len 180"):
+        in_process(monkeypatch, *args, "--max_len", "180", "--run_dir", "r2")
+    assert not (tmp_path / "r2").exists()
     train_tokenizer(["quite another text"], 280).save_pretrained("teacher")
     with pytest.raises(SystemExit, match="^train.py: .*different tokenizers"):
         in_process(monkeypatch, *args, "--run_dir", "r3")
-    offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    out = command(*args, "--teacher", "nowhere", "--run_dir", "r4", cwd=tmp_path, env=offline)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    out = here(train_file, *args, "--teacher", "nowhere", "--run_dir", "r4")
     assert out.returncode == 1 and "nowhere" in out.stderr and "Traceback" not in out.stderr
     tiny("llama", vocab_size=100).save_pretrained("student")
     with pytest.raises(ValueError, match="the model only 100"):
@@ -572,26 +570,27 @@ def test_tasks_of_files(tmp_path):
     other_seed = open_data(parse_config([*args, "--seed", "1"]))
     assert len(test) == 5 and other_seed("test", 99, 2) == [(task, ANY) for task, _ in test]
     (env,) = make_envs(tasks("train", 1, 2), TOKENIZER, config)
-    assert env.budget == 1000 and env.length("a b") == len(TOKENIZER.encode("a b"))
+    assert env.budget == config.max_obs == 128 and env.length("a b") == len(TOKENIZER.encode("a b"))
     known = (tmp_path / "b.jsonl").read_text().splitlines()[3]
     (tmp_path / "test.jsonl").write_text(known + "\n")
     with pytest.raises(ValueError, match="is a training question too"):
         open_data(config)
 
 
-def test_train_on_files(runs, tmp_path):
+def test_train_on_files(runs, tmp_path, monkeypatch, capsys):
     """Real questions, passages and models by their flags, from the sizes that are printed to the
     last table; without held-out questions a training task is printed instead."""
     training, held_out, corpus = toy_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
     args = [*FAST, *training, *corpus, *pair(runs[0])]
-    out = command(*args, *held_out, "--run_dir", "r", "--steps", "2", cwd=tmp_path)
-    assert out.returncode == 0, out.stderr
-    assert "train: 20 questions make 10 tasks of 2" in out.stdout
-    assert "test: 10 questions make 10 tasks of 1" in out.stdout
-    assert "one held-out task after training" in out.stdout
-    assert "| Q2 | student |" in out.stdout
-    out = command(*args, "--run_dir", "s", "--steps", "1", cwd=tmp_path)
-    assert out.returncode == 0 and "one training task after training" in out.stdout, out.stderr
+    in_process(monkeypatch, *args, *held_out, "--run_dir", "r", "--steps", "2")
+    printed = capsys.readouterr().out
+    assert "train: 20 questions make 10 tasks of 2" in printed
+    assert "test: 10 questions make 10 tasks of 1" in printed
+    assert "one held-out task after training" in printed
+    assert "| Q2 | student |" in printed
+    in_process(monkeypatch, *args, "--run_dir", "s", "--steps", "1")
+    assert "one training task after training" in capsys.readouterr().out
 
 
 def kept_episodes(path, n):
@@ -601,15 +600,14 @@ def kept_episodes(path, n):
     append(path, [as_text(env, t, TOKENIZER) for env, t in zip(envs, kept)])
 
 
-def sft_losses(folder, name, *args):
+def sft_losses(monkeypatch, run, *args):
     """The losses of a run of this stage on the CPU."""
-    flags = ["--stage", "sft", "--device", "cpu", "--run_dir", name]
-    out = command(*flags, *args, cwd=folder)
-    assert out.returncode == 0, out.stderr
-    return [line["loss"] for line in metrics(folder / name)]
+    flags = ["--stage", "sft", "--device", "cpu", "--run_dir", str(run)]
+    in_process(monkeypatch, *flags, *args)
+    return [line["loss"] for line in metrics(run)]
 
 
-def test_episodes_kept_as_text_are_learned_by_another_tokenizer(runs, tmp_path):
+def test_episodes_kept_as_text_are_learned_by_another_tokenizer(runs, tmp_path, monkeypatch):
     """The contexts are those of a rollout with the learner's own tokenizer; the stage lowers its
     loss on them and leaves a student that loads."""
     path, student = tmp_path / "kept.jsonl", str(runs[0] / "a/warm_start")
@@ -622,7 +620,7 @@ def test_episodes_kept_as_text_are_learned_by_another_tokenizer(runs, tmp_path):
             assert ours.prompt_ids == theirs.prompt_ids and ours.action_ids == theirs.action_ids
     args = ["--sft_data", str(path), "--student", student]
     args += "--sft_epochs 8 --tasks_per_step 3 --sft_lr 1e-2".split()
-    losses = sft_losses(tmp_path, "r", *args)
+    losses = sft_losses(monkeypatch, tmp_path / "r", *args)
     assert len(losses) == 16 and losses[-1] < 0.7 * losses[0]
     AutoModelForCausalLM.from_pretrained(tmp_path / "r/student")
     empty = {"task": "x", "prompt": "q", "turns": [{"response": "", "observation": ""}]}
@@ -631,14 +629,14 @@ def test_episodes_kept_as_text_are_learned_by_another_tokenizer(runs, tmp_path):
         replay(str(path), other, mem1)
 
 
-def test_sft_does_not_depend_on_packs(runs, tmp_path):
+def test_sft_does_not_depend_on_packs(runs, tmp_path, monkeypatch):
     """One update from two packs is the update from one: weighted by tokens, not by packs."""
     path = tmp_path / "kept.jsonl"
     kept_episodes(path, 4)
     args = ["--sft_data", str(path), "--student", str(runs[0] / "a/warm_start")]
     args += "--tasks_per_step 4 --sft_epochs 2".split()
-    one = sft_losses(tmp_path, "one", *args, "--max_tokens", "100000")
-    many = sft_losses(tmp_path, "many", *args, "--max_tokens", "700")
+    one = sft_losses(monkeypatch, tmp_path / "one", *args, "--max_tokens", "100000")
+    many = sft_losses(monkeypatch, tmp_path / "many", *args, "--max_tokens", "700")
     assert one == pytest.approx(many, rel=1e-5)
 
 
@@ -700,7 +698,7 @@ def test_a_killed_run_resumes_bit_for_bit(runs, tmp_path):
     """4 steps at once, and 2 steps, SIGKILL, and 2 more by two flags alone, since a run knows its
     own settings: the same metrics and weights."""
     args = start_from(runs[0], "--steps", "4", "--save_every", "2")
-    out = command(*args, "--run_dir", "whole", cwd=tmp_path)
+    out = here(train_file, *args, "--run_dir", "whole", cwd=tmp_path)
     assert out.returncode == 0, out.stderr
     newest = "killed/checkpoints/step-000002"
     killed_at(newest, *args, "--run_dir", "killed", cwd=tmp_path)
