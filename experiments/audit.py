@@ -27,7 +27,8 @@ from env import SearchEnv, ToyWiki, load_questions, open_retriever, toy_envs
 from eval import markdown
 from pack import pack_history
 from rce import TOLERANCE, check_ids, checked_packs, compare, corrupted, packed_hidden
-from rollout import call_ids, call_names, check_tokenizers, generate, history_ids, load
+from rollout import call_ids, call_names, check_tokenizers, command, end_ids
+from rollout import generate, history_ids, load
 from rollout import load_trajectories, rollout, scripted, stop_on, task_generators, toy_model
 from rollout import train_tokenizer, update_rules
 
@@ -239,17 +240,20 @@ class FreeEnv(SearchEnv):
 def sample_sets(model, tokenizer, tasks, calls, max_new_tokens, seed=0):
     """Trajectories of (task, retriever) pairs in the free protocol under every update rule; those
     after `mem1`, which Table 4 has for comparison, on the first quarter of the same tasks."""
-    sets, stop = {}, stop_on(tokenizer, ())
+    sets, ends = {}, end_ids(tokenizer, model)
+    stop = stop_on(tokenizer, (), ends)
     for rule, update in update_rules(tokenizer).items():
         part = tasks if rule == "mem1" else tasks[: max(1, len(tasks) // 4)]
         envs = [FreeEnv(task, retriever, calls) for task, retriever in part]
-        noise = task_generators(seed, 0, [task.id for task, _ in part])
+        # by the id inside its file, so that what the committed tables say can be sampled again
+        noise = task_generators(seed, 0, [task.id.rpartition(":")[2] for task, _ in part])
 
         def sample(prompts, rows):
             generators = [noise[row] for row in rows]
             return generate(model, prompts, max_new_tokens, 1.0, stop, generators)
 
-        sets[rule] = rollout(sample, tokenizer, envs, update, progress=f"sampling, {rule}")
+        title = f"sampling, {rule}"
+        sets[rule] = rollout(sample, tokenizer, envs, update, progress=title, ends=ends)
     return sets
 
 
@@ -366,14 +370,12 @@ def parse(argv=None):
     return args
 
 
+@command("experiments.audit")
 def main(argv=None):
     args = parse(argv)
     torch.set_float32_matmul_precision("highest")  # TF32 would round float32 to 11 bits
-    try:
-        model, sets, teacher, tokenizer = load_subject(args, getattr(torch, args.dtype))
-        report = audit(model, sets, teacher, args.clip_coef, tokenizer)
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"experiments.audit: {error}") from None
+    model, sets, teacher, tokenizer = load_subject(args, getattr(torch, args.dtype))
+    report = audit(model, sets, teacher, args.clip_coef, tokenizer)
     lines = [json.dumps(report, indent=1)] if args.json else tables(report)
     for line in lines:
         print(line, flush=True)

@@ -523,6 +523,7 @@ def lines_of(args):
         yield recall(open_retriever(args.index), args.hotpotqa)
 
 
+@rollout.command("experiments.bench")
 def main():
     parser = make_parser()
     args = parser.parse_args()
@@ -533,10 +534,8 @@ def main():
         for command in todo:
             for line in lines_of(command):
                 print(line, flush=True)
-    except (ValueError, OSError, sqlite3.Error) as error:
-        raise SystemExit(f"bench.py: {error}") from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    except sqlite3.Error as error:
+        raise ValueError(error) from None
 
 
 if __name__ == "__main__":

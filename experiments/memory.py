@@ -16,6 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from eval import markdown
+from rollout import command
 from train import parse_config
 
 PHASES = ("roll out", "score", "update")  # named by their first letters in a table
@@ -152,11 +153,9 @@ def gib(n):
     return f"{n / 2**30:.2f}"
 
 
+@command("experiments.memory")
 def main():
-    try:
-        print("\n".join(memory_table(parse_config())))
-    except ValueError as error:
-        raise SystemExit(f"memory.py: {error}") from None
+    print("\n".join(memory_table(parse_config())))
 
 
 if __name__ == "__main__":

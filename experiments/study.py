@@ -27,7 +27,7 @@ from tqdm import tqdm
 from env import toy_envs
 from eval import METRICS, evaluate, markdown, read_records, same_settings
 from experiments.audit import audit_teacher
-from rollout import load, load_trajectories, write
+from rollout import command, load, load_trajectories, write
 
 TRAIN = Path(__file__).parents[1] / "train.py"
 VARIANTS = {
@@ -354,25 +354,21 @@ def draw(found, folder):
     figure.savefig(folder / "bars.png", dpi=110)
 
 
+@command("experiments.study", "; the same command continues the study")
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
-    try:
-        if argv[:1] == ["compare"]:
-            groups = {}
-            for group in argv[1:]:
-                name, _, folders = group.partition("=")
-                groups[name] = [Path(folder) for folder in folders.split(",") if folder]
-            if not groups or not all(groups.values()):
-                raise ValueError("compare takes NAME=FOLDER,FOLDER,... for each group of runs")
-            lines = compare(groups)
-        else:
-            lines = study(argv)
-        for line in lines:
-            print(line, flush=True)
-    except (ValueError, OSError, FloatingPointError) as error:
-        raise SystemExit(f"experiments.study: {error}") from None
-    except KeyboardInterrupt:
-        raise SystemExit("\ninterrupted; the same command continues the study") from None
+    if argv[:1] == ["compare"]:
+        groups = {}
+        for group in argv[1:]:
+            name, _, folders = group.partition("=")
+            groups[name] = [Path(folder) for folder in folders.split(",") if folder]
+        if not groups or not all(groups.values()):
+            raise ValueError("compare takes NAME=FOLDER,FOLDER,... for each group of runs")
+        lines = compare(groups)
+    else:
+        lines = study(argv)
+    for line in lines:
+        print(line, flush=True)
 
 
 if __name__ == "__main__":
