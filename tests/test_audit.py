@@ -3,14 +3,13 @@
 import copy
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
 import experiments.audit as audit_file
+from conftest import here
 from env import ToyWiki, toy_envs
 from experiments.audit import (
     FreeEnv,
@@ -32,9 +31,8 @@ ROOT = os.path.dirname(os.path.dirname(__file__))
 
 
 def command(*args):
-    return subprocess.run(
-        [sys.executable, "-m", "experiments.audit", *args], capture_output=True, text=True, cwd=ROOT
-    )
+    """`python -m experiments.audit`."""
+    return here(audit_file, *args)
 
 
 def bump(packed, name, i, by=1):

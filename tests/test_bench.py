@@ -81,7 +81,7 @@ def test_recall_by_hand(tmp_path):
 @pytest.mark.parametrize(
     "args, message",
     [
-        (["recall", "nothing.db", "h.json"], "bench.py: .*nothing.db"),
+        (["recall", "nothing.db", "h.json"], "experiments.bench: .*nothing.db"),
         (["packs", "--rounds", "1"], "2"),
         (["frobnicate"], "2"),
     ],

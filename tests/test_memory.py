@@ -256,5 +256,7 @@ def test_a_model_without_a_config_is_named(tmp_path):
 def test_the_toy_has_no_models_to_read(monkeypatch):
     """They are made by the run itself; the command says what it needs instead."""
     monkeypatch.setattr("sys.argv", ["memory.py", "--device", "cpu"])
-    with pytest.raises(SystemExit, match="memory.py: the estimate needs --student and --teacher"):
+    with pytest.raises(
+        SystemExit, match="experiments.memory: the estimate needs --student and --teacher"
+    ):
         memory.main()

@@ -3,13 +3,12 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 
-from conftest import FAST
+import train as train_file
+from conftest import FAST, here
 from eval import METRICS
 from experiments import study
 from experiments.study import CURVES, compare, f1_table, mechanism, paired, table1
@@ -140,14 +139,19 @@ def test_states_of_a_teacher_whose_packs_fail_are_refused(tmp_path, monkeypatch)
     assert json.loads((tmp_path / "seed-0/states.json").read_text()) == kept
 
 
-def test_study(tmp_path):
+def test_study(tmp_path, monkeypatch):
     """One seed from nothing to the tables; then from its files alone, and with a second seed's;
     other settings, and a run that fails, are named."""
 
+    def train_here(command, stdout, stderr):
+        done = here(train_file, *command[2:])
+        stdout.write(done.stdout + done.stderr)
+        return done
+
     def run(*args, folder="s"):
-        command = [sys.executable, "-m", "experiments.study", "--folder", str(tmp_path / folder)]
-        command += ["--n", "4", *args]
-        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        return here(study, "--folder", tmp_path / folder, "--n", 4, *args)
+
+    monkeypatch.setattr(study.subprocess, "run", train_here)
 
     flags = list(FAST)
     at = flags.index("--eval_questions")
