@@ -395,10 +395,13 @@ def serve(retriever, port, host="127.0.0.1"):
                 texts = isinstance(queries, list) and all(isinstance(q, str) for q in queries)
                 if self.path != "/retrieve" or not texts or type(k) is not int or not 0 < k < 1000:
                     raise ValueError
-                ranked = [retriever.ranked(query, k) for query in queries]
-                return 200, {"result": [hits(asked, best) for best in ranked]}
             except BROKEN:
                 return 400, {"error": 'POST {"queries": [...], "topk": n} to /retrieve'}
+            try:
+                ranked = [retriever.ranked(query, k) for query in queries]
+                return 200, {"result": [hits(asked, best) for best in ranked]}
+            except ValueError as error:  # the index is at fault, not the client
+                return 500, {"error": str(error)}
 
         def log_message(self, *args):
             """Quiet."""
@@ -438,7 +441,7 @@ def load_questions(path):
         texts = isinstance(answers, list) and all(isinstance(a, str) for a in answers)
         if not texts or not any(map(normalize, answers)):
             raise ValueError(f"the answers must be texts, one of them with a word, not {answers!r}")
-        f"{name}{question}{answers}".encode()  # half a surrogate pair is no text
+        "".join([str(name), question, *answers]).encode()  # half a surrogate pair is no text
         seen.add(name)
         question = question.strip().replace(";", ",")
         return Task(f"{source}:{name}", (question,), (tuple(filter(normalize, answers)),))

@@ -38,7 +38,7 @@ def evaluate(
     model, tokenizer, envs: list[SearchEnv], update="mem1", max_new_tokens=128, max_len=640,
     batch_size=256, progress=None, temperature=0.0, seed=0, scores="squad", with_q=True,
     records=None, keep_correct=None,
-) -> tuple[dict[str, float], list[Trajectory]]:  # fmt: skip
+) -> tuple[dict[str, float], list[Trajectory | None]]:  # fmt: skip
     """Roll out all environments, batch_size at a time: the means of METRICS, and the trajectories,
     None for a task that was too long: it scores 0, and only EM and F1 count it. records: a JSONL
     file with a line per task; tasks in it are not run again. keep_correct: a JSONL file to add the
@@ -285,7 +285,7 @@ def evaluate_all(args):
         for name, path in models.items():
             tokenizer, model = load(path, args.device)
             if max_positions(model) < args.max_len:
-                tqdm.write(f"{name} has {max_positions(model)} positions", file=sys.stderr)
+                show_rejected(f"calls of {name} beyond its {max_positions(model)} positions")
             for other in args.horizons:  # what cannot be is known before the first line
                 some = envs_of(other, 8, tokenizer)
                 check_room(tokenizer, some, args.max_new_tokens, args.max_obs, args.max_len)

@@ -430,13 +430,16 @@ def check_model(model):
     passed = _exact["train" if model.training else "eval"]
     if model in passed:
         return
-    passed.add(model)
+    passed.add(model)  # while it is measured
+    problem = "it was not measured to the end"
     try:
         problem = _problem(model)
     except Exception as error:  # whatever a model's depths raise
         problem = f"its forward raises {type(error).__name__}: {error}".splitlines()[0]
+    finally:
+        if problem:
+            passed.discard(model)
     if problem:
-        passed.discard(model)
         raise ValueError(f"{type(model).__name__} cannot run on packs: {problem}")
 
 

@@ -122,8 +122,8 @@ def rollout(
     bar = tqdm(total=len(envs), desc=progress, leave=False, disable=progress is None)
     while live:
         for i in live:
-            n = len(prefixes[i] + contexts[i])
-            if max_prompt_len and n > max_prompt_len:
+            n = len(prefixes[i]) + len(contexts[i])
+            if max_prompt_len is not None and n > max_prompt_len:
                 size = f"the prompt has {n} tokens and only {max_prompt_len} fit"
                 where = f"task {envs[i].task.id}, call {len(calls[i])}"
                 problem = f"{where}: {size}; raise max_len, or keep or retrieve less"
@@ -329,36 +329,42 @@ def check_sampling(model):
     of one plain forward each. Raises ValueError naming the model and the difference."""
     if model in _exact:
         return
-    config = model.config.get_text_config()
+    _exact.add(model)  # while it is measured
+    problem = "it was not measured to the end"
+    try:
+        problem = _problem(model)
+    except Exception as error:  # whatever a model's depths raise
+        problem = f"its forward raises {type(error).__name__}: {error}".splitlines()[0]
+    finally:
+        if problem:
+            _exact.discard(model)
+    if problem:
+        raise ValueError(f"{type(model).__name__} cannot be sampled in batches: {problem}")
+
+
+@torch.no_grad()
+def _problem(model):
+    config, training = model.config.get_text_config(), model.training
     ids = [i % config.vocab_size for i in range(3, 15)]
     prompts = [ids[:9], ids[:4], ids[:3] + ids[9:]]
     noise = [torch.Generator() for _ in prompts]  # the global noise stays what it was
+    asked = count()  # the second row leaves after its first token
+    sampled, logprobs = generate(model, prompts, 4, 0, lambda new: next(asked) == 1, noise)
+    off, largest = 0.0, 1.0
+    model.eval()
+    for prompt, new, recorded in zip(prompts, sampled, logprobs):
+        tokens = torch.tensor([prompt + new], device=model.device)
+        logits = model(input_ids=tokens, use_cache=False).logits[0, -len(new) - 1 : -1]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logp = logits.log_softmax(-1).gather(1, tokens[0, -len(new) :, None])[:, 0]
+        off = max(off, (logp - torch.tensor(recorded).to(logp)).abs().max().item())
+        largest = max(largest, logits.abs().max().item())
+    model.train(training)
+    if not off <= {torch.float64: 1e-9, torch.float32: 3e-5}.get(model.dtype, 0.03) * largest:
+        return f"log-probs of a batch and of single calls differ by {off:.1e}"
     rope = str([getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")])
-    off, largest, problem = 0.0, 1.0, ""
-    _exact.add(model)
-    try:
-        asked = count()  # the second row leaves after its first token
-        sampled, logprobs = generate(model, prompts, 4, 0, lambda new: next(asked) == 1, noise)
-        training = model.training
-        model.eval()
-        for prompt, new, recorded in zip(prompts, sampled, logprobs):
-            tokens = torch.tensor([prompt + new], device=model.device)
-            with torch.no_grad():
-                logits = model(input_ids=tokens, use_cache=False).logits[0, -len(new) - 1 : -1]
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            logp = logits.log_softmax(-1).gather(1, tokens[0, -len(new) :, None])[:, 0]
-            off = max(off, (logp - torch.tensor(recorded).to(logp)).abs().max().item())
-            largest = max(largest, logits.abs().max().item())
-        model.train(training)
-        if not off <= {torch.float64: 1e-9, torch.float32: 3e-5}.get(model.dtype, 0.03) * largest:
-            problem = f"log-probs of a batch and of single calls differ by {off:.1e}"
-        elif "longrope" in rope or "dynamic" in rope:  # beyond the reach of short prompts
-            problem = "its rotary frequencies depend on the longest position in a batch"
-    except Exception as error:  # whatever a model's depths raise
-        problem = f"its forward raises {type(error).__name__}: {error}".splitlines()[0]
-    if problem:
-        _exact.discard(model)
-        raise ValueError(f"{type(model).__name__} cannot be sampled in batches: {problem}")
+    if "longrope" in rope or "dynamic" in rope:  # beyond the reach of short prompts
+        return "its rotary frequencies depend on the longest position in a batch"
 
 
 def max_positions(model):

@@ -222,7 +222,7 @@ def roll_out(models, tasks, step, config):
         show_rejected(f"step {step}, {why}")
 
     found, update = [], update_rules(tokenizer)[config.update]
-    longest = min(config.max_len, config.max_tokens) - config.max_new_tokens  # a pack holds it
+    longest = config.max_len - config.max_new_tokens
     with unsharded(models.student):  # by all ranks, with tasks or without
         if envs:
             found = rollout(sample, tokenizer, envs, update, longest, None, ends, reject)
@@ -233,10 +233,11 @@ def roll_out(models, tasks, step, config):
 
 
 def pack_calls(trajectories, config):
-    """Eq. 4 and 6: all calls, in order, in packs of at most `max_tokens`."""
+    """Eq. 4 and 6: all calls, in order, in packs of `max_tokens`, or of the longest call."""
     prompts, actions, prefix_lens = call_ids(trajectories)
     share = prefix_lens if config.share == "q" else None
-    packs = pack_all(prompts, actions, config.max_tokens, share, config.max_len)
+    sizes = [len(prompt) + len(action) for prompt, action in zip(prompts, actions)]
+    packs = pack_all(prompts, actions, max([config.max_tokens, *sizes]), share, config.max_len)
     return with_empty_packs([packed.to(config.device) for packed in packs], config)
 
 
@@ -484,15 +485,15 @@ def sft(config):
 def without_long_turns(trajectories, config):
     """SFT's examples are single turns: those that fit into max_len (Section 3.3)."""
     kept, n = [], 0
-    longest = min(config.max_len, config.max_tokens)  # a pack holds it
     for trajectory in trajectories:
         sizes = [len(call.prompt_ids + call.action_ids) for call in trajectory.calls]
-        calls = [call for call, size in zip(trajectory.calls, sizes) if size <= longest]
+        calls = [call for call, size in zip(trajectory.calls, sizes) if size <= config.max_len]
         kept += [replace(trajectory, calls=calls)] if calls else []
         n += len(sizes) - len(calls)
     if not kept:
-        raise ValueError(f"{config.sft_data}: no turn in it fits into {longest} tokens (--max_len)")
-    print0(f"{n} turns are longer than {longest} tokens (--max_len) and left out")
+        raise ValueError(f"{config.sft_data}: no turn in it fits into --max_len {config.max_len}")
+    if n:
+        print0(f"{n} turns are longer than --max_len {config.max_len} and left out")
     return kept
 
 
@@ -917,12 +918,18 @@ def save_all(run, step, trained, tokenizer, trajectories, keep):
         if everyone and rank() == 0:
             save_trajectories(run / "trajectories.jsonl", everyone)
     except (Exception, dcp.api.CheckpointException) as error:
-        cause = next(iter(getattr(error, "failures", {}).values()), [error])[0]
-        while cause.__context__:  # what came first: a writer that fails fails again when it closes
-            cause = cause.__context__
+        cause = cause_of(error)
         free = f"{shutil.disk_usage(run).free >> 20} MiB are free there"
         problem = f"step {step - 1} is done, but could not be saved: {cause} ({free})"
         raise OSError(f"{problem}; {last_good(run)}") from None
+
+
+def cause_of(error):
+    """What came first, on any rank: a writer that fails fails again when it closes."""
+    cause = next(iter(getattr(error, "failures", {}).values()), [error])[0]
+    while cause.__context__:
+        cause = cause.__context__
+    return cause
 
 
 def save_checkpoint(run, step, trained, keep):
@@ -944,7 +951,7 @@ def resume(run, trained):
         try:  # on all ranks or on none
             dcp.load(state, checkpoint_id=str(newest), no_dist=not dist.is_initialized())
         except (Exception, dcp.api.CheckpointException) as error:
-            print0(f"{newest} is damaged, the one before it is used ({str(error)[-200:]})")
+            print0(f"{newest} is damaged, the one before it is used ({cause_of(error)})")
             continue
         for name, (model, optimizer) in trained.items():
             rate = optimizer.param_groups[0]["lr"]  # of this run: a flag may have changed it

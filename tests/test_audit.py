@@ -27,8 +27,6 @@ from rollout import Call, Trajectory, call_ids, mem1, rollout, save_trajectories
 from test_rce import RULES, TOKENIZER, trajectories
 from tiny import random_calls, tiny
 
-ROOT = os.path.dirname(os.path.dirname(__file__))
-
 
 def command(*args):
     """`python -m experiments.audit`."""

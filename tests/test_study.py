@@ -1,7 +1,6 @@
 """The study: its tables by hand, its refusals, and one seed from nothing to the tables."""
 
 import json
-import os
 import shutil
 from types import SimpleNamespace
 
@@ -12,8 +11,6 @@ from conftest import FAST, here
 from eval import METRICS
 from experiments import study
 from experiments.study import CURVES, compare, f1_table, mechanism, paired, table1
-
-ROOT = os.path.dirname(os.path.dirname(__file__))
 
 
 def test_compare_by_hand(tmp_path):
