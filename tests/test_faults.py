@@ -779,14 +779,16 @@ def test_an_index_that_is_none_is_refused(tmp_path):
 
 
 @contextmanager
-def serving():
-    """Our server on a free port."""
-    with serve(SqliteRetriever(WIKI), 0) as server:
+def serving(server=None):
+    """A server, by default ours, on a free port; it ends with the block, however that ends."""
+    with server or serve(SqliteRetriever(WIKI), 0) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield server.server_port
-        server.shutdown()
-        thread.join()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def ask(port, head, body=b""):
@@ -819,6 +821,7 @@ def test_a_request_that_makes_no_sense_is_a_400(body):
         (b"Content-Length: 2\r\nContent-Length: 3\r\n", 400),
         (b"Content-Length: 99999999999999999999\r\n", 413),
         (b"Transfer-Encoding: chunked\r\n", 411),
+        (b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n", 411),
         (b"", 411),
     ],
 )
@@ -836,13 +839,9 @@ def test_an_index_that_fails_is_not_the_fault_of_who_asks():
         def ranked(self, query, k):
             raise ValueError("disk image is malformed")
 
-    with serve(Broken(), 0) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        body = b'{"queries": ["a"]}'
-        found = ask(server.server_port, b"Content-Length: %d\r\n" % len(body), body)
-        server.shutdown()
-        thread.join()
+    body = b'{"queries": ["a"]}'
+    with serving(serve(Broken(), 0)) as port:
+        found = ask(port, b"Content-Length: %d\r\n" % len(body), body)
     assert found.startswith(b"HTTP/1.1 500 ") and b"malformed" in found
 
 
@@ -886,13 +885,9 @@ class Breaks(BaseHTTPRequestHandler):
 
 
 def test_a_reply_that_breaks_off_is_a_failed_try():
-    with HTTPServer(("127.0.0.1", 0), Breaks) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        assert HttpRetriever(url, wait=0.01).search(["a"], 1) == [[]] and Breaks.asked == 3
-        server.shutdown()
-        thread.join()
+    with serving(HTTPServer(("127.0.0.1", 0), Breaks)) as port:
+        client = HttpRetriever(f"http://127.0.0.1:{port}", wait=0.01)
+        assert client.search(["a"], 1) == [[]] and Breaks.asked == 3
 
 
 @pytest.mark.parametrize("url", ["http://", "http://[x", "http://h:port", "http:///retrieve"])
