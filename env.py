@@ -607,8 +607,12 @@ class ToyWiki:
         return Task(name, tuple(chosen), tuple(chosen.values()))
 
     @staticmethod
-    def expert(env):
-        """The scripted expert's next response, read off its last response and observation alone."""
+    def expert(env, first_hop=0.0, forget=0.0):
+        """The scripted expert's next response, read off its last response and observation alone. On
+        the last turn it answers with what it knows. Its bad habits, how often it has them: it takes
+        the first of two hops for the answer; it forgets the oldest of several answers. It goes on
+        from what it then has."""
+        dice = random.Random(f"{env.task.id} {env.turns_left}")
         known, note, question = [], "", ""
         if env.response:
             layout = r"known (.*?)next (.*) </think> <search> (.*) </search>"
@@ -616,15 +620,17 @@ class ToyWiki:
             known = memory.split(" ; ")[:-1]
             value = re.search(rf"\b{query} is (.*?) \.", env.observation)[1]
             note = f"{query} is {value} ; "
-            if question.endswith(f" of {query}"):  # the first of two hops: what the second is about
-                query = question.removesuffix(query) + value
+            if question.endswith(f" of {query}") and dice.random() >= first_hop:
+                query = question.removesuffix(query) + value  # what the second hop is about
             else:
                 known, question = [*known, value], ""
+        if len(known) > 1 and dice.random() < forget:
+            known = known[1:]
         if not question and len(known) < len(env.task.questions):
             question = env.task.questions[len(known)]
             query = " of ".join(question.split(" of ")[-2:])
         memory = f"<think> {note}known " + "".join(f"{value} ; " for value in known)
-        if not question:
+        if not question or "last turn" in env.observation:
             return f"{memory}done </think> <answer> {' ; '.join(known)} </answer>"
         return f"{memory}next {question} </think> <search> {query} </search>"
 

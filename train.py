@@ -15,7 +15,8 @@ What the paper does not state, and we chose (MEM1's values where it has them; al
  4. The task reward is the EM summed over questions; a malformed response ends an episode at 0.
  5. log pi_old comes from the same packs as the update, so that the first ratio is exactly 1. What
     the sampler recorded is compared with it in every step, as a proxy of Eq. 5 in the loop.
- 6. `tiny` makes student and teacher in one run of SFT; the student branches off half way.
+ 6. `tiny` makes student and teacher in one run of SFT; the student branches off, and then learns
+    from an expert with bad habits what training has to undo: it can, and does not.
 
 Shapes: N sampled action tokens of the batch, in the order trajectory, call, token; H hidden size.
 """
@@ -125,8 +126,11 @@ class Config:
     layers: int = flag(3, "layers of the toy models")
     vocab_size: int = flag(1024, "tokens of the toy's byte-level BPE")
     sft_steps: int = flag(1000, "SFT updates until the teacher")
-    sft_student: int = flag(500, "SFT updates until the student leaves the teacher's run")
-    sft_anneal: int = flag(100, "SFT updates of its own that end the student's")
+    sft_student: int = flag(700, "SFT updates until the student leaves the teacher's run")
+    sft_anneal: int = flag(250, "SFT updates of its own, on an expert with bad habits")
+    sft_first_hop: float = flag(0.5, "habit: the first of two hops is taken for the answer")
+    sft_forget: float = flag(0.15, "habit: at a turn the oldest of several answers is forgotten")
+    sft_tight: float = flag(0.3, "share of SFT tasks with fewer turns than they may need")
     sft_questions: int = flag(32, "questions in each SFT batch, over tasks of mixed length")
     sft_horizon: int = flag(16, "the longest SFT task; reached step by step from 3 questions on")
 
@@ -141,7 +145,7 @@ def train(config: Config) -> None:
     check_tasks(tokenizer, tasks, config)
     run = open_run(config)  # a config or a model that is wrong leaves no folder
     if not config.student:
-        if rank() == 0 and not (run / "teacher").exists():  # a resumed run may have it already
+        if rank() == 0 and not (run / "warm_start").exists():  # a resumed run may have both
             warm_start(config, run)
         gather(None)
         config = replace(config, student=f"{run}/warm_start", teacher=f"{run}/teacher")
@@ -381,35 +385,25 @@ def actor_objective(packed, batch, teacher_head, N, config):
 
 # ---- plumbing: read last -------------------------------------------------------------------------
 def warm_start(config, run):
-    """SFT on the toy makes both models: the teacher in `sft_steps`, and the student as a branch
-    that leaves it after `sft_student`, for `sft_anneal` more with a falling learning rate."""
+    """SFT on the toy makes both models: the teacher in `sft_steps`, and the student, which leaves
+    it after `sft_student` and goes on for `sft_anneal` with an expert of bad habits: it can, and
+    does not."""
     tokenizer = train_tokenizer(toy_texts(), config.vocab_size)
     model = toy_model(tokenizer, config.hidden_size, config.layers, "packed").to(config.device)
-    layers = set(model.base_model.layers.parameters())
-    matrices = [p for p in model.parameters() if p in layers and p.ndim == 2]
-    others = [p for p in model.parameters() if p not in layers or p.ndim != 2]
-    muon = torch.optim.Muon(matrices, lr=0.01, weight_decay=0)
-    adam = torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0)
-    update = update_rules(tokenizer)[config.update]
     bar = tqdm(total=config.sft_steps + config.sft_anneal, desc="warm start (SFT)")
     write(run / "metrics.jsonl", "")  # without what a killed warm start left
 
-    def sft_update(step, rate, name):
-        """One update, on turn-level examples of the expert's episodes."""
-        longest = sft_longest(step / config.sft_steps, config.sft_horizon)
-        rng = random.Random(f"{config.seed} {step}")
-        envs, n = [], 0
-        while n < config.sft_questions:
-            k = rng.randint(1, longest)
-            envs += toy_envs(f"sft-{config.seed}-{len(envs)}", 1, k, seed=step)
-            n += k
-        sample = scripted(ToyWiki.expert, tokenizer, envs)
-        prompts, actions, _ = call_ids(rollout(sample, tokenizer, envs, update))
-        packed = pack(prompts, actions).to(config.device)
+    def expert(env):
+        return ToyWiki.expert(env, config.sft_first_hop, config.sft_forget)
+
+    def sft_update(name, step, longest, rate, optimizers, respond):
+        """One update, on turn-level examples of an expert's episodes."""
+        batch = sft_batch(step, longest, respond, tokenizer, config)
+        packed = pack(*batch).to(config.device)
         loss = sft_loss(model, packed, len(packed.action_ids))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in (muon, adam):
+        for optimizer in optimizers:
             optimizer.param_groups[0]["lr"] = rate * optimizer.defaults["lr"]
             optimizer.step()
         model.zero_grad()
@@ -417,17 +411,62 @@ def warm_start(config, run):
         bar.set_postfix(questions=longest, loss=f"{loss.item():.3f}")
         log(run, stage="warm_start", model=name, step=step, longest=longest, loss=loss.item())
 
+    optimizers = sft_optimizers(model)
     for step in range(config.sft_steps):
-        sft_update(step, sft_rate(step / config.sft_steps), "teacher")
-        if step + 1 == config.sft_student:
-            parts = (model, muon, adam)
-            branched_off = copy.deepcopy([part.state_dict() for part in parts])
-            for i in range(config.sft_anneal):
-                sft_update(step + 1 + i, 1 - i / config.sft_anneal, "student")
-            save(run / "warm_start", model, tokenizer)
-            for part, state in zip(parts, branched_off):
-                part.load_state_dict(state)
+        if step == config.sft_student:
+            branch = copy.deepcopy(model.state_dict())
+        done = step / config.sft_steps
+        longest = sft_longest(done, config.sft_horizon)
+        sft_update("teacher", step, longest, sft_rate(done), optimizers, ToyWiki.expert)
     save(run / "teacher", model, tokenizer)
+    model.load_state_dict(branch)
+    optimizers = sft_optimizers(model)
+    for i in range(config.sft_anneal):
+        step, rate = config.sft_steps + i, 1 - i / config.sft_anneal
+        sft_update("student", step, config.sft_horizon, rate, optimizers, expert)
+    save(run / "warm_start", model, tokenizer)
+
+
+def sft_batch(step, longest, respond, tokenizer, config):
+    """Prompts and actions of an expert's tasks, of 1 to `longest` questions each. Some have fewer
+    turns than they need, so that their last turn is seen."""
+    rng = random.Random(f"{config.seed} {step}")
+    envs, n = [], 0
+    while n < config.sft_questions:
+        k = rng.randint(1, longest)
+        (env,) = toy_envs(f"sft-{config.seed}-{len(envs)}", 1, k, seed=step)
+        if rng.random() < config.sft_tight:
+            env.turns_left = rng.randint(2, env.turns_left)
+        envs.append(env)
+        n += k
+    update = update_rules(tokenizer)[config.update]
+    return call_ids(rollout(scripted(respond, tokenizer, envs), tokenizer, envs, update))[:2]
+
+
+def sft_optimizers(model):
+    """Muon for the layers' matrices, AdamW for the rest."""
+    layers = set(model.base_model.layers.parameters())
+    matrices = [p for p in model.parameters() if p in layers and p.ndim == 2]
+    others = [p for p in model.parameters() if p not in layers or p.ndim != 2]
+    return Muon(matrices), torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0)
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose singular values are all set to 1. (torch.optim.Muon approximates that in
+    bfloat16, which on many CPUs takes longer than the rest of an update.)"""
+
+    def __init__(self, matrices):
+        super().__init__(matrices, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self):
+        """An update of every matrix, from its gradient."""
+        for p in self.param_groups[0]["params"]:
+            momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+            momentum.lerp_(p.grad, 0.05)
+            U, _, Vh = torch.linalg.svd(p.grad.lerp(momentum, 0.95), full_matrices=False)
+            rows, columns = p.shape
+            p.sub_(U @ Vh, alpha=self.param_groups[0]["lr"] * max(1, rows / columns) ** 0.5)
 
 
 def sft_longest(done, horizon):
@@ -1018,9 +1057,10 @@ def open_run(config):
 
 PRESETS = {
     "tiny": {
-        "dtype": "float32", "gradient_checkpointing": False, "steps": 50, "tasks_per_step": 48,
-        "top_k": 2, "max_new_tokens": 128, "max_obs": 128, "max_len": 640, "max_tokens": 8192,
-        "distill_coef": 1.0, "ppo_epochs": 2, "actor_lr": 5e-5, "critic_lr": 1e-3,
+        "dtype": "float32", "gradient_checkpointing": False, "steps": 50, "tasks_per_step": 24,
+        "horizon": 4, "horizons": [2, 4, 8, 16], "top_k": 2, "max_new_tokens": 128,
+        "max_obs": 128, "max_len": 640, "max_tokens": 8192, "distill_coef": 1.0,
+        "ppo_epochs": 2, "actor_lr": 5e-5, "critic_lr": 1e-3,
     },
     "small": {
         "run_dir": "runs/small", "student": "Qwen/Qwen2.5-0.5B-Instruct",
@@ -1032,13 +1072,14 @@ PRESETS = {
     },
 }  # fmt: skip
 MAY_BE_ZERO = (  # every other number must be positive
-    "seed eval_questions sft_anneal distill_coef entropy_coef kl_coef gamma gae_lambda clip_coef "
-    "value_clip actor_lr critic_lr sft_lr"
+    "seed eval_questions sft_anneal sft_first_hop sft_forget sft_tight distill_coef entropy_coef "
+    "kl_coef gamma gae_lambda clip_coef value_clip actor_lr critic_lr sft_lr"
 ).split()
 FIXED = (  # what a resumed run cannot change: its data and its models
     "preset stage seed student teacher reference critic distill questions test_questions corpus "
     "top_k max_obs tasks_per_step horizon update reward sft_data hidden_size layers vocab_size "
-    "sft_steps sft_student sft_anneal sft_questions sft_horizon"
+    "sft_steps sft_student sft_anneal sft_first_hop sft_forget sft_tight sft_questions "
+    "sft_horizon"
 ).split()
 
 
@@ -1089,7 +1130,9 @@ def find_problems(config):
     rules = [
         (min(c.horizons, default=0) < 1, "--horizons takes question counts such as 2 8 16"),
         (max(c.gamma, c.gae_lambda) > 1, "--gamma and --gae_lambda are at most 1"),
-        (not 1 <= c.sft_student <= c.sft_steps, "--sft_student must be a step of --sft_steps"),
+        (c.sft_student >= c.sft_steps, "--sft_student must be a step of --sft_steps"),
+        (max(c.sft_first_hop, c.sft_forget, c.sft_tight) > 1,
+         "--sft_first_hop, --sft_forget and --sft_tight are at most 1"),
         (c.hidden_size % 32, "--hidden_size must be a multiple of 32"),
         (c.max_len <= 2 * c.max_new_tokens + c.max_obs,
          "--max_len leaves no room for a prompt: q, --max_obs and twice --max_new_tokens (Eq. 2)"),

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import random
+import re
 import sqlite3
 import subprocess
 import sys
@@ -629,6 +630,83 @@ def test_expert_solves_every_task_from_its_memory_alone(k):
             assert ToyWiki.expert(amnesiac) == response
             _, _, done = env.step(response)
         assert env.score() == (k, k) and k < calls <= 2 * k + 1
+
+
+def play(env, **habits):
+    """The expert's responses, to the end."""
+    responses, done = [], False
+    while not done:
+        responses.append(ToyWiki.expert(env, **habits))
+        _, _, done = env.step(responses[-1])
+    return responses
+
+
+def facts_of(env):
+    """{"relation of entity": value}, read off the passages."""
+    facts = {}
+    for passage in env.retriever.search(["home teacher craft river mayor"], 1000)[0]:
+        for fact, value in re.findall(r"(\w+ of \w+) is (.*?) \.", passage.text):
+            facts[fact] = value
+    return facts
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_the_habit_of_the_first_hop(k):
+    """Of a two-hop question the answer is what the first hop finds; others are right. Half a habit
+    is had in half of the cases."""
+    halves = []
+    for env in toy_envs("test", 24, k):
+        facts = facts_of(env)
+        play(env, first_hop=1.0)
+        for question, answer, right in zip(env.task.questions, env.answers, env.task.answers):
+            inner = " of ".join(question.split(" of ")[-2:])
+            assert answer == facts[inner]
+            assert (answer == right[0]) == (inner == question)
+    for env in toy_envs("test", 400, 1):
+        if env.task.questions[0].count(" of ") == 2:
+            play(env, first_hop=0.5)
+            halves.append(env.score()[0])
+    assert 0.4 < sum(halves) / len(halves) < 0.6 and len(halves) > 100
+
+
+def test_the_habit_of_forgetting():
+    """At every turn the oldest of several answers is gone: a memory never holds more than one, and
+    the task ends on its last turn with what is known then. In one of four turns: such a task may
+    take longer, each memory goes on from the one before it, and no other answer is lost."""
+    for env in toy_envs("test", 24, 3):
+        responses = play(env, forget=1.0)
+        assert len(responses) == 8 and env.turns_left == 0 and len(env.answers) == 1
+    lost = 0
+    for env in toy_envs("test", 24, 8):
+        memories = []
+        for response in play(env, forget=0.25):
+            memories.append(re.search(r"known (.*?)(next|done)", response)[1].split(" ; ")[:-1])
+        for before, now in zip(memories, memories[1:]):
+            kept = now[: len(before)] == before
+            lost += not kept
+            assert kept or now[: len(before) - 1] == before[1:]
+    assert lost > 24
+
+
+@pytest.mark.parametrize("turns", [2, 3, 5, 8])
+def test_on_the_last_turn_the_expert_answers_with_what_it_knows(turns):
+    """Whatever the turns that are left: what is answered is right and in its place."""
+    scores = []
+    for env in toy_envs("test", 16, 4):
+        env.turns_left = turns
+        assert len(play(env)) <= turns
+        known = [accepted[0] for accepted in env.task.answers]
+        answers = [answer for answer in env.answers if answer]
+        assert answers == known[: len(answers)]
+        scores.append(env.score()[0])
+        assert scores[-1] == len(answers) >= (turns - 1) // 2
+    assert max(scores) > min(scores)
+
+
+def test_habits_are_those_of_the_task_and_the_turn():
+    """The same slips every time."""
+    for env, again in zip(toy_envs("test", 8, 4), toy_envs("test", 8, 4)):
+        assert play(env, first_hop=0.5, forget=0.2) == play(again, first_hop=0.5, forget=0.2)
 
 
 def test_worlds_share_names_and_no_facts():

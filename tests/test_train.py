@@ -349,6 +349,54 @@ def test_curriculum_and_schedule():
     assert 0 < min(rates) and max(rates) == 1.0 and rates[0] < 0.1 and rates[-1] < 0.1
 
 
+def texts_of(step, longest, respond, **settings):
+    """What a batch of SFT shows and teaches, as text."""
+    batch = train_file.sft_batch(step, longest, respond, TOKENIZER, Config(**settings))
+    return [[TOKENIZER.decode(ids) for ids in part] for part in batch]
+
+
+def test_a_batch_of_sft_is_an_expert_s_tasks():
+    """At least as many questions as asked for, none longer than the curriculum allows, the same for
+    any expert; with tight budgets the last turn is seen, and what is known answered there."""
+    prompts, actions = texts_of(3, 4, ToyWiki.expert, sft_tight=0.0)
+    questions = {prompt.split("\n")[1] for prompt in prompts}
+    sizes = [question.count(" ; ") + 1 for question in questions]
+    assert 32 <= sum(sizes) < 36 and max(sizes) <= 4
+    assert not any("last turn" in prompt for prompt in prompts)
+
+    def habit(env):
+        return ToyWiki.expert(env, first_hop=1.0)
+
+    wrong_prompts, wrong_actions = texts_of(3, 4, habit, sft_tight=0.0)
+    assert {prompt.split("\n")[1] for prompt in wrong_prompts} == questions
+    assert set(actions) != set(wrong_actions) and len(wrong_actions) < len(actions)
+    tight_prompts, tight_actions = texts_of(3, 4, ToyWiki.expert, sft_tight=1.0)
+    last = [a for p, a in zip(tight_prompts, tight_actions) if "last turn" in p]
+    assert len(last) >= 5 and all("<answer>" in action for action in last)
+    assert texts_of(3, 4, ToyWiki.expert, sft_tight=1.0) == [tight_prompts, tight_actions]
+
+
+def test_muon_takes_steps_whose_singular_values_are_equal():
+    """After two gradients, by the eigenvectors of M M^T in float64: lr sqrt(rows / columns) U V^T
+    for a high matrix and lr U V^T for a wide one, where M is the Nesterov momentum."""
+    rng = torch.Generator().manual_seed(0)
+    for shape, scale in (((6, 3), 2**0.5), ((3, 6), 1.0), ((4, 4), 1.0)):
+        p = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64))
+        optimizer, momentum = train_file.Muon([p]), torch.zeros_like(p)
+        optimizer.param_groups[0]["lr"] = 0.25
+        for _ in range(2):
+            before = p.detach().clone()
+            p.grad = torch.randn(shape, generator=rng, dtype=torch.float64)
+            momentum = 0.95 * momentum + 0.05 * p.grad
+            M = 0.05 * p.grad + 0.95 * momentum
+            optimizer.step()
+            moved = (before - p.detach()) / (0.25 * scale)
+            values, vectors = torch.linalg.eigh(M @ M.T)
+            kept = values > 1e-9 * values.max()
+            root = vectors[:, kept] * values[kept].rsqrt() @ vectors[:, kept].T
+            torch.testing.assert_close(moved, root @ M)
+
+
 class Agent(torch.nn.Module):
     """Answers the first right[i] questions of task i, in the order in which it meets the tasks."""
 
@@ -761,7 +809,7 @@ def test_other_flags_of_a_resumed_run_are_printed_and_win(runs, tmp_path, monkey
 def test_a_warm_start_that_was_killed_begins_anew(runs, tmp_path):
     """Before the first checkpoint; and one that was finished is not made again. What models from
     files then do is what those in memory did in the uninterrupted run."""
-    warm = [*range(6), 6, 7, *range(6, 12)]  # the student's branch, and the teacher's steps
+    warm = [*range(12), 12, 13]  # the teacher's steps, and the student's own
     run = tmp_path / "r"
     killed_at("r/metrics.jsonl", *FAST, "--run_dir", "r", cwd=tmp_path)
     for steps in ("1", "2"):
@@ -772,6 +820,17 @@ def test_a_warm_start_that_was_killed_begins_anew(runs, tmp_path):
             made = (run / "teacher/model.safetensors").stat().st_mtime_ns
     assert (run / "teacher/model.safetensors").stat().st_mtime_ns == made
     assert without_seconds(run) == without_seconds(runs[0] / "a")[:16]
+
+
+def test_a_warm_start_that_was_killed_between_its_models_makes_both(runs, tmp_path):
+    """The teacher is there and the student is not: the same two come out."""
+    shutil.copytree(runs[0] / "a", tmp_path / "r")
+    for name in ("warm_start", "student", "checkpoints"):
+        shutil.rmtree(tmp_path / "r" / name)
+    out = command("--run_dir", "r", "--resume", cwd=tmp_path)
+    assert out.returncode == 0, out.stderr
+    for name in ("warm_start", "teacher", "student"):
+        assert same_weights(weights(runs[0] / "a", name), weights(tmp_path / "r", name)), name
 
 
 def test_the_student_is_a_branch_that_leaves_the_teacher_as_it_was(runs, tmp_path):
@@ -790,7 +849,7 @@ def test_the_student_is_a_branch_that_leaves_the_teacher_as_it_was(runs, tmp_pat
     assert same_weights(weights(a, "teacher"), weights(r, "teacher"))
     assert not same_weights(weights(a, "warm_start"), weights(r, "warm_start"))
     lines = [line for line in metrics(r, "warm_start") if line["model"] == "student"]
-    assert [line["step"] for line in lines] == [6, 7, 8, 9, 10]
+    assert [line["step"] for line in lines] == [12, 13, 14, 15, 16]
 
 
 def small_pair(seed):
