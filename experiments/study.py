@@ -1,12 +1,13 @@
 """Does alignment help? Matched controls and sweeps on the toy (Table 1, Figure 3a).
 
 For every seed one warm start, and from it a run of train.py for every variant (PPO, history,
-aligned; or the values of one flag), with the same teacher, tasks, noise and evaluation; then the
-tables. A finished model is a small file in the folder and is not made again.
+aligned; or the values of one flag), with the same teacher, tasks, noise and evaluation, greedy and
+sampled; then the tables. A finished model is a small file in the folder and is not made again, so
+that commands for different seeds can share a folder, at the same time or later.
 
-    python -m experiments.study --seeds 0 1 2 3 4 --horizons 2 3 4 8 16
+    python -m experiments.study --seeds 0 1 2 3 4
     python -m experiments.study --seeds 100 --sweep distill_coef 0 0.02 1 --actor_lr 1e-4
-    python -m experiments.study --folder experiments/results/study --horizons 2 3 4 8 16
+    python -m experiments.study --folder experiments/results/study
     python -m experiments.study compare PPO=FOLDER,FOLDER MemOPD=FOLDER,FOLDER
 
 The third makes nothing: it prints the tables of committed results. The last compares groups of runs
@@ -15,6 +16,7 @@ from the records of eval.py --records, a folder per seed. Flags that are not lis
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -27,7 +29,8 @@ from tqdm import tqdm
 from env import toy_envs
 from eval import METRICS, evaluate, markdown, read_records, same_settings
 from experiments.audit import audit_teacher
-from rollout import command, load, load_trajectories, write
+from pack import action_hidden, pack_all
+from rollout import call_ids, command, load, load_trajectories, write
 
 TRAIN = Path(__file__).parents[1] / "train.py"
 VARIANTS = {
@@ -43,6 +46,10 @@ PAIRS = [
     ("aligned", "PPO"),
     ("aligned", "history"),
 ]
+MODES = {"greedy": 0.0, "sampled": 1.0}  # temperatures: at 1 a student acts as in training
+SURE = 0.95  # a probability from which on the gradient of Eq. 7 hardly reaches a token
+KL_QUESTIONS = 128  # of the tasks of a set on which the KL is looked at
+BOOTSTRAPS = 2000
 CURVES = {
     "reward": "reward of the batch",
     "teacher_kl": "KL to the teacher (Eq. 7)",
@@ -72,12 +79,15 @@ def study(argv):
         if not args.sweep:
             states.append(states_of(seed, args))
     bar.close()
-    sets = {}
-    for name, results in found.items():
-        sets[name] = [r["sets"] for r in results]
-    yield from f1_table(sets)
+    for mode in MODES:
+        for metric in ("f1", "answered"):
+            yield from by_set(found, mode, metric)
+            yield ""
+    yield from habit_table(found)
+    yield ""
+    yield from kl_table(found)
     if not args.sweep:
-        for table in (table1(sets), paired(found, args.seeds), mechanism(states)):
+        for table in (table1(means_of_all(found, "greedy")), paired(found), mechanism(states)):
             yield ""
             yield from table
     if args.figures:
@@ -94,8 +104,8 @@ def parse(argv):
     add("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     add("--folder", type=Path, default=Path("runs/study"), help="for the runs and their results")
     add("--start", type=Path, help="folder of a study whose warm starts and teachers to use")
-    add("--horizons", type=int, nargs="+", default=[2, 8, 16], help="questions per task")
-    add("--n", type=int, default=640, help="held-out questions per horizon")
+    add("--horizons", type=int, nargs="+", default=[2, 3, 4, 8, 16], help="questions per task")
+    add("--n", type=int, default=1280, help="held-out questions per horizon")
     sweep = "a flag of train.py without its dashes, and values: the variants of a sweep"
     add("--sweep", nargs="+", metavar="X", help=sweep)
     add("--figures", type=Path, help="folder for the pictures (needs matplotlib)")
@@ -142,7 +152,8 @@ def result(seed, name, variants, args, flags):
         run, model = start, file.stem
         if not args.start:
             make_run(run, [*common, "--stage", "warm_start"])
-    found = {"sets": sets_of(run / model, args), "curves": curves_of(run)}
+    teacher = None if model == "teacher" else start / "teacher"
+    found = {**evaluated(run / model, teacher, args), "curves": curves_of(run)}
     save_result(file, found)
     return found
 
@@ -161,14 +172,93 @@ def make_run(run, flags):
         raise ValueError(f"{' '.join(command)} failed: {said[-1]}; what it said is in {log}")
 
 
-def sets_of(folder, args):
-    """A model's metrics on every set, greedy: {set: {metric: mean over tasks}}."""
-    tokenizer, model = load(str(folder), device())
-    sets = {}
-    for k in args.horizons:
-        envs = toy_envs("test", max(1, args.n // k), k, top_k=2)
-        sets[f"Q{k}"], _ = evaluate(model, tokenizer, envs)
-    return sets
+def evaluated(folder, teacher_folder, args):
+    """A model on every set, {"sets": {mode: {set: metrics}}}: F1 task by task, [slips, chances] of
+    each habit, means of the rest. And where its KL to the teacher sits on what it sampled there,
+    {"kl": {set: numbers}}."""
+    tokenizer, model = load(str(folder), device(), "packed", torch.float32)
+    sets, kl = {mode: {} for mode in MODES}, {}
+    for mode, temperature in MODES.items():
+        for k in args.horizons:
+            envs = toy_envs("test", max(1, args.n // k), k, top_k=2)
+            settings = {"temperature": temperature, "progress": f"Q{k}, {mode}"}
+            means, trajectories = evaluate(model, tokenizer, envs, **settings)
+            means["f1"] = [round(env.score()[1], 4) for env in envs]
+            means["answered"] = mean(env.answers is not None for env in envs)
+            means["habits"] = habits_of(trajectories, tokenizer)
+            sets[mode][f"Q{k}"] = means
+            if teacher_folder and temperature:
+                _, teacher = load(str(teacher_folder), device(), "packed", torch.float32)
+                some = [trajectory for trajectory in trajectories if trajectory is not None]
+                kl[f"Q{k}"] = where_kl_sits(model, teacher, some[: max(1, KL_QUESTIONS // k)])
+    return {"sets": sets, "kl": kl}
+
+
+MEMORY = re.compile(
+    r"<think> (?:.* is (?P<value>.*?) ; )?known (?P<known>.*?)(?:next (?P<question>.*)|done) "
+    r"</think> <(?:search|answer)> (?P<query>.*?) </"
+)
+HABITS = {
+    "first hop": "the first of two hops is taken for the answer",
+    "forgotten": "the oldest of several answers is dropped",
+    "other": "the answers of the memory are wrong in another way, or cannot be read",
+}
+
+
+def habits_of(trajectories, tokenizer):
+    """[slips, chances] of each of HABITS over the turns of some trajectories, each turn held
+    against the memory before it and the value that it says it found."""
+    count = {habit: [0, 0] for habit in HABITS}
+    for trajectory in trajectories:
+        calls = trajectory.calls if trajectory is not None else []
+        turns = [MEMORY.match(tokenizer.decode(call.action_ids)) for call in calls]
+        for before, now in zip(turns, turns[1:]):
+            if before is None or before["question"] is None:
+                continue  # nothing to hold the turn against
+            if now is None or now["value"] is None:
+                count["other"][0] += 1
+                count["other"][1] += 1
+                continue
+            known, kept = (turn["known"].split(" ; ")[:-1] for turn in (before, now))
+            longer = [*known, now["value"]]
+            two_hops = before["question"].endswith(f" of {before['query']}")
+            slipped = two_hops and (kept == longer or known and kept == longer[1:])
+            expected = longer if slipped or not two_hops else known
+            forgotten = len(expected) > 1 and kept == expected[1:]
+            wrong = kept != expected and not forgotten
+            cases = [(slipped, two_hops), (forgotten, len(expected) > 1), (wrong, True)]
+            for habit, (slip, chance) in zip(HABITS, cases):
+                count[habit][0] += bool(slip)
+                count[habit][1] += bool(chance)
+    return count
+
+
+@torch.no_grad()
+def where_kl_sits(student, teacher, trajectories):
+    """Eq. 7 on sampled tokens: its mean, and the share of tokens, of the KL and of its gradient on
+    tokens where the student is sure of what the teacher would not say. The gradient by a logit is
+    p_v (log p_v - log q_v - KL): where p is nearly 1 almost none is left."""
+    prompts, actions, _ = call_ids(trajectories)
+    kls, gradients, sure = [], [], []
+    for packed in pack_all(prompts, actions, 8192):
+        packed = packed.to(student.device)
+        logp, logq = log_probs(student, packed), log_probs(teacher, packed)  # (n, V)
+        p, off = logp.exp(), logp - logq
+        kl = (p * off).sum(-1)
+        kls.append(kl)
+        gradients.append((p * (off - kl[:, None])).norm(dim=-1))
+        sure.append((p.amax(-1) > SURE) & (p.argmax(-1) != logq.argmax(-1)))
+    kl, gradient, sure = torch.cat(kls), torch.cat(gradients), torch.cat(sure)
+    found = {"tokens": len(kl), "mean_kl": kl.mean(), "sure": sure.double().mean()}
+    found["sure_kl"] = kl[sure].sum() / kl.sum()
+    found["sure_gradient"] = gradient[sure].sum() / gradient.sum()
+    return {name: float(f"{x:.4g}") for name, x in found.items()}
+
+
+def log_probs(model, packed):
+    """A model's log-probs at every sampled token of a pack, (N, V)."""
+    logits = model.get_output_embeddings()(action_hidden(model, packed))
+    return logits.double().log_softmax(-1)
 
 
 def curves_of(run):
@@ -271,32 +361,107 @@ def table1(found):
     return markdown(columns, rows)
 
 
-def f1_table(found):
-    """F1 alone, of the same dict: a line per model, a column per set."""
-    names = list(next(iter(found.values()))[0])
+def by_set(found, mode, metric):
+    """One metric of every result of {model: results, one per seed}: a line per model, a column per
+    set."""
+    names = list(next(iter(found.values()))[0]["sets"][mode])
     rows = []
-    for model, seeds in found.items():
-        row = [model]
+    for model, results in found.items():
+        cells = [model]
         for k in names:
-            row.append(spread([sets[k]["f1"] for sets in seeds]))
-        rows.append(row)
-    return markdown(["F1", *names], rows)
+            cells.append(spread([mean_of(r["sets"][mode][k][metric]) for r in results]))
+        rows.append(cells)
+    return markdown([f"{metric.replace('f1', 'F1')}, {mode}", *names], rows)
 
 
-def paired(found, seeds):
-    """Figure 3a as a table: how F1 changes from one model to another of the same seed, and how many
-    seeds agree with the sign of the mean."""
-    columns = ["set", "F1 of", "less that of", *(f"seed {seed}" for seed in seeds)]
+def mean_of(x):
+    """Of a list task by task, or a mean already."""
+    return mean(x) if isinstance(x, list) else x
+
+
+def means_of_all(found, mode):
+    """{model: [{set: {metric: mean}}, a dict per seed]}, as `table1` takes it."""
+    means = {}
+    for model, results in found.items():
+        means[model] = []
+        for r in results:
+            sets = r["sets"][mode]
+            means[model].append({k: row | {"f1": mean(row["f1"])} for k, row in sets.items()})
+    return means
+
+
+def paired(found):
+    """Figure 3a as a table: the change of F1 from one model to another of the same seed on the same
+    tasks, its 95 % interval over seeds and tasks, and how many seeds agree with its sign."""
+    columns = ["set", "F1 of", "less that of"]
+    for mode in MODES:
+        columns += [mode, "95 % interval", "agree"]
     rows = []
-    for k in found["PPO"][0]["sets"]:
+    for k in found["PPO"][0]["sets"]["greedy"]:
         for a, b in PAIRS:
-            change = []
-            for x, y in zip(found[a], found[b]):
-                change.append(x["sets"][k]["f1"] - y["sets"][k]["f1"])
-            agree = sum(x * mean(change) > 0 for x in change)
-            row = [k, a, b, *(f"{x:+.3f}" for x in change)]
-            rows.append([*row, spread(change, "+.3f"), f"{agree}/{len(change)}"])
-    return markdown([*columns, "mean", "agree"], rows)
+            row = [k, a, b]
+            for mode in MODES:
+                f1 = [f1_of(found[model], mode, k) for model in (a, b)]
+                change = f1[0] - f1[1]  # (seeds, tasks)
+                low, high = interval(change)
+                seeds = change.mean(1)
+                agree = (seeds * seeds.mean() > 0).sum()
+                row += [f"{change.mean():+.3f}", f"{low:+.3f} to {high:+.3f}"]
+                row.append(f"{agree}/{len(seeds)}")
+            rows.append(row)
+    return markdown(columns, rows)
+
+
+def f1_of(results, mode, k):
+    """F1 of every task, (seeds, tasks)."""
+    rows = [r["sets"][mode][k]["f1"] for r in results]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def interval(change):
+    """Bootstrap interval of the mean of (seeds, tasks): both are drawn again with replacement."""
+    n_seeds, n_tasks = change.shape
+    rng = torch.Generator().manual_seed(0)
+    seeds = torch.randint(n_seeds, (BOOTSTRAPS, n_seeds), generator=rng)
+    tasks = torch.randint(n_tasks, (BOOTSTRAPS, n_tasks), generator=rng)
+    by_task = change[seeds].mean(1)  # (BOOTSTRAPS, tasks)
+    means = by_task.gather(1, tasks).mean(1)
+    return means.quantile(torch.tensor([0.025, 0.975], dtype=means.dtype)).tolist()
+
+
+def habit_table(found):
+    """How often each of HABITS is had, in percent of the chances, over all seeds."""
+    columns = ["set", "model"]
+    for mode in MODES:
+        columns += [f"{habit} %, {mode}" for habit in HABITS]
+    rows = []
+    for k in found["warm start"][0]["sets"]["greedy"]:
+        for model, results in found.items():
+            row = [k, model]
+            for mode in MODES:
+                for habit in HABITS:
+                    counts = [r["sets"][mode][k]["habits"][habit] for r in results]
+                    slips, chances = (sum(column) for column in zip(*counts))
+                    row.append(f"{100 * slips / max(chances, 1):.1f}")
+            rows.append(row)
+    return markdown(columns, rows)
+
+
+def kl_table(found):
+    """Where the KL to the teacher sits on what a model samples: means over seeds."""
+    columns = ["set", "student", "tokens", "KL"]
+    columns += ["sure and not the teacher's: % of tokens", "of the KL", "of its gradient"]
+    rows = []
+    for k in found["warm start"][0]["kl"]:
+        for model, results in found.items():
+            of = [r["kl"][k] for r in results if k in r["kl"]]
+            if of:
+                row = [k, model, f"{mean(x['tokens'] for x in of):.0f}"]
+                row.append(spread([x["mean_kl"] for x in of]))
+                for share in ("sure", "sure_kl", "sure_gradient"):
+                    row.append(f"{100 * mean(x[share] for x in of):.1f}")
+                rows.append(row)
+    return markdown(columns, rows)
 
 
 def mechanism(states):
@@ -341,16 +506,18 @@ def draw(found, folder):
         axis.set(title=title, xlabel="step", yscale=scale)
     axes[0].legend()
     figure.savefig(folder / "curves.png", dpi=110)
-    sets = list(found["PPO"][0]["sets"])
-    figure, axes = plt.subplots(1, len(sets), figsize=(3.3 * len(sets), 3.2), layout="constrained")
-    for axis, k in zip(axes, sets):
-        for x, (name, results) in enumerate(found.items()):
-            f1 = [r["sets"][k]["f1"] for r in results]
-            deviation = stdev(f1) if len(f1) > 1 else None
-            axis.bar(x, mean(f1), yerr=deviation, color=colors[name], capsize=3)
-            axis.plot([x] * len(f1), f1, "k.", markersize=4)
-        axis.set_xticks(range(len(found)), found, rotation=20)
-        axis.set(title=f"F1 on {k}", ylim=(0, None))
+    sets = list(found["PPO"][0]["sets"]["greedy"])
+    size, shape = (3 * len(sets), 5.6), (len(MODES), len(sets))
+    figure, axes = plt.subplots(*shape, figsize=size, layout="constrained", squeeze=False)
+    for mode, row in zip(MODES, axes):
+        for axis, k in zip(row, sets):
+            for x, (name, results) in enumerate(found.items()):
+                f1 = f1_of(results, mode, k).mean(1).tolist()
+                deviation = stdev(f1) if len(f1) > 1 else None
+                axis.bar(x, mean(f1), yerr=deviation, color=colors[name], capsize=3)
+                axis.plot([x] * len(f1), f1, "k.", markersize=4)
+            axis.set_xticks(range(len(found)), found, rotation=20)
+            axis.set(title=f"F1 on {k}, {mode}", ylim=(0, None))
     figure.savefig(folder / "bars.png", dpi=110)
 
 

@@ -5,12 +5,19 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import train as train_file
 from conftest import FAST, here
 from eval import METRICS
 from experiments import study
-from experiments.study import CURVES, compare, f1_table, mechanism, paired, table1
+from env import ToyWiki, toy_envs
+from experiments.study import CURVES, by_set, compare, habit_table, habits_of, interval, kl_table
+from experiments.study import means_of_all, mechanism, paired, table1, where_kl_sits
+from losses import reverse_kl
+from rollout import Call, Trajectory, mem1, rollout, scripted
+from test_rce import TOKENIZER
+from tiny import tiny
 
 
 def test_compare_by_hand(tmp_path):
@@ -50,38 +57,58 @@ def test_compare_command(tmp_path, capsys):
             study.main(wrong)
 
 
+KL = {"tokens": 10, "mean_kl": 0.5, "sure": 0.01, "sure_kl": 0.3, "sure_gradient": 0.02}
+
+
 def invented(**f1):
-    """Results of models on Q2 and Q8, a number per seed for each."""
+    """Results of models on Q2 and Q8: a number per seed for each, which is the F1 of three tasks on
+    Q2, and half of what they have on Q8; all have 0.1 more if they are sampled."""
     curves = {name: [1.0, 2.0, 1.5] for name in CURVES}
     found = {}
     for name, values in f1.items():
         results = []
         for x in values:
             sets = {}
-            for k, scale in (("Q2", 1), ("Q8", 2)):
-                rest = {"peak": 9, "dependency": 8, "seconds": 0.5}
-                sets[k] = {"em": x - 0.1, "f1": x * scale, **rest}
-            results.append({"sets": sets, "curves": curves})
+            for mode, more in (("greedy", 0.0), ("sampled", 0.1)):
+                sets[mode] = {}
+                for k, scale in (("Q2", 1), ("Q8", 2)):
+                    rest = {"peak": 9, "dependency": 8, "seconds": 0.5, "answered": 0.75}
+                    rest["habits"] = {"first hop": [1, 4], "forgotten": [0, 0], "other": [1, 8]}
+                    f1 = [x * scale + more + d for d in (-0.5, 0.0, 0.5)]
+                    sets[mode][k] = {"em": x - 0.1, "f1": f1, **rest}
+            kl = {} if name == "teacher" else {"Q2": KL}
+            results.append({"sets": sets, "kl": kl, "curves": curves})
         found[name.replace("_", " ")] = results
     return found
 
 
 def test_tables_by_hand():
-    """Means, deviations, the changes seed by seed, and how many agree with the sign of their
-    mean."""
-    found = invented(warm_start=[1, 1], PPO=[1.2, 0.8], history=[1.1, 1.3], aligned=[1.5, 1.7])
-    sets = {}
-    for name, results in found.items():
-        sets[name] = [r["sets"] for r in results]
+    """Means, deviations, changes with their interval, and how many seeds agree with their sign."""
+    found = invented(
+        warm_start=[1, 1], PPO=[1.2, 0.8], history=[1.1, 1.3], aligned=[1.5, 1.7], teacher=[2, 2]
+    )
     row = "| Q2 | aligned | 2 | 1.500 ± 0.141 | 1.600 ± 0.141 | +60.0% | 9 | 8 | 0.500 |"
-    assert row in list(table1(sets))
-    lines = list(f1_table(sets))
-    assert lines[0] == "| F1 | Q2 | Q8 |"
-    assert "| aligned | 1.600 ± 0.141 | 3.200 ± 0.283 |" in lines
-    lines = list(paired(found, [4, 7]))
-    assert "| set | F1 of | less that of | seed 4 | seed 7 | mean | agree |" in lines
-    assert "| Q2 | aligned | PPO | +0.300 | +0.900 | +0.600 ± 0.424 | 2/2 |" in lines
-    assert "| Q8 | history | PPO | -0.200 | +1.000 | +0.400 ± 0.849 | 1/2 |" in lines
+    assert row in list(table1(means_of_all(found, "greedy")))
+    lines = list(by_set(found, "sampled", "f1"))
+    assert lines[0] == "| F1, sampled | Q2 | Q8 |"
+    assert "| aligned | 1.700 ± 0.141 | 3.300 ± 0.283 |" in lines
+    assert (
+        list(by_set(found, "greedy", "answered"))[2]
+        == "| warm start | 0.750 ± 0.000 | 0.750 ± 0.000 |"
+    )
+    lines = list(paired(found))
+    title = (
+        "| set | F1 of | less that of | greedy | 95 % interval | agree | sampled | 95 % interval"
+    )
+    assert lines[0] == f"{title} | agree |"
+    change = "+0.600 | +0.300 to +0.900 | 2/2"  # 0.3 and 0.9, the same for every task
+    assert f"| Q2 | aligned | PPO | {change} | {change} |" in lines
+    change = "+0.400 | -0.200 to +1.000 | 1/2"
+    assert f"| Q8 | history | PPO | {change} | {change} |" in lines
+    lines = list(habit_table(found))
+    assert lines[2] == "| Q2 | warm start | 25.0 | 0.0 | 12.5 | 25.0 | 0.0 | 12.5 |"
+    lines = list(kl_table(found))
+    assert "| Q2 | aligned | 10 | 0.500 ± 0.000 | 1.0 | 30.0 | 2.0 |" in lines and len(lines) == 6
     states = []
     for n, kl in ((10, 1.0), (20, 3.0)):
         states.append({"call 2": {"tokens": n, "mean_kl": kl, "top1": 0.5}})
@@ -91,6 +118,87 @@ def test_tables_by_hand():
         "| call 2 | 15 | 2.000 ± 1.414 | 0.500 ± 0.000 |",
         "| call 3 | 5 | 0.000 | 1.000 |",
     ]
+
+
+def test_the_interval_covers_seeds_and_tasks():
+    """Against the normal approximation: the variance of the mean is that of the seeds' effects over
+    their number, and of the tasks' over theirs."""
+    rng = torch.Generator().manual_seed(1)
+    seeds = torch.linspace(-1, 1, 40, dtype=torch.float64)[:, None]
+    tasks = 3 * torch.randn(1, 300, generator=rng, dtype=torch.float64)
+    for change in (seeds + tasks * 0, seeds * 0 + tasks, seeds + tasks):
+        by_seed, by_task = change.mean(1), change.mean(0)
+        error = (by_seed.var() / 40 + by_task.var() / 300).sqrt()
+        low, high = interval(change)
+        expected = torch.tensor([change.mean() - 1.96 * error, change.mean() + 1.96 * error])
+        assert [low, high] == pytest.approx(expected.tolist(), abs=0.05)
+
+
+def played(k, **habits):
+    """Trajectories of the expert, the tokenizer's."""
+    envs = toy_envs("test", 24, k)
+    sample = scripted(lambda env: ToyWiki.expert(env, **habits), TOKENIZER, envs)
+    return rollout(sample, TOKENIZER, envs, mem1)
+
+
+def test_habits_are_counted():
+    """The expert has none; one with a habit has it at every chance, or in its share of them; and of
+    turns by hand each is what it is."""
+    for k in (1, 4):
+        right = habits_of(played(k), TOKENIZER)
+        assert [slips for slips, _ in right.values()] == [0, 0, 0]
+        chances = {habit: n for habit, (_, n) in right.items()}
+        assert chances["first hop"] > 5 and (chances["forgotten"] > 5) == (k > 1)
+    first = habits_of(played(4, first_hop=1.0), TOKENIZER)
+    assert first["first hop"][0] == first["first hop"][1] > 20 and first["other"][0] == 0
+    half = habits_of(played(4, first_hop=0.5, forget=0.25), TOKENIZER)
+    for habit, share in (("first hop", 0.5), ("forgotten", 0.25)):
+        slips, n = half[habit]
+        assert abs(slips / n - share) < 3 * (share * (1 - share) / n) ** 0.5
+    assert half["other"][0] == 0
+    begin = "<think> known A ; B ; next home of mayor of C </think> <search> mayor of C </search>"
+    turns = {
+        "mayor of C is D ; known A ; B ; next home of mayor of C": ([0, 1], [0, 1], [0, 1]),
+        "mayor of C is D ; known A ; B ; D ; next craft of E": ([1, 1], [0, 1], [0, 1]),
+        "mayor of C is D ; known B ; next home of mayor of C": ([0, 1], [1, 1], [0, 1]),
+        "mayor of C is D ; known B ; D ; next craft of E": ([1, 1], [1, 1], [0, 1]),
+        "mayor of C is D ; known A ; D ; next craft of E": ([0, 1], [0, 1], [1, 1]),
+        "of of of": ([0, 0], [0, 0], [1, 1]),
+    }
+    for text, expected in turns.items():
+        calls = []
+        for said in (begin, f"<think> {text} </think> <search> x </search>"):
+            ids = TOKENIZER.encode(said, add_special_tokens=False)
+            calls.append(Call([1], ids, [0.0] * len(ids), []))
+        assert tuple(habits_of([Trajectory("a", 1, calls)], TOKENIZER).values()) == expected, text
+
+
+def test_where_the_kl_sits():
+    """Against Eq. 7 of losses.py and its gradient by autograd, on single calls: one token where the
+    student is sure and the teacher would say something else, and others where it is not."""
+    student, teacher = tiny(seed=0), tiny(seed=1)
+    with torch.no_grad():
+        student.get_output_embeddings().weight.mul_(20)  # so that it is sure now and then
+    calls = [Call([5, 6, 7], [8, 9, 4], [0.0] * 3, []), Call([5, 6], [3, 3, 7, 1], [0.0] * 4, [])]
+    found = where_kl_sits(student, teacher, [Trajectory("a", 2, calls)])
+    kls, gradients, sure = [], [], []
+    for call in calls:
+        ids = torch.tensor([call.prompt_ids + call.action_ids])
+        rows = slice(len(call.prompt_ids) - 1, -1)
+        z, t = (model(ids).logits[0, rows].detach().double() for model in (student, teacher))
+        for logits, others in zip(z, t):
+            logits = logits.clone().requires_grad_()
+            kl = reverse_kl(logits[None], others[None])[0]
+            kl.backward()
+            kls.append(kl.item())
+            gradients.append(logits.grad.norm().item())
+            p = logits.softmax(-1)
+            sure.append(p.max().item() > 0.95 and p.argmax().item() != others.argmax().item())
+    assert 0 < sum(sure) < 7
+    expected = {"tokens": 7, "mean_kl": sum(kls) / 7, "sure": sum(sure) / 7}
+    for name, values in (("sure_kl", kls), ("sure_gradient", gradients)):
+        expected[name] = sum(x for x, at in zip(values, sure) if at) / sum(values)
+    assert found == pytest.approx(expected, rel=1e-3)
 
 
 def test_study_refuses_before_any_run(tmp_path, monkeypatch, capsys):
@@ -167,11 +275,12 @@ def test_study(tmp_path, monkeypatch):
     changed = {name for name in configs[0] if configs[0][name] != configs[1][name]}
     assert changed == {"distill", "run_dir"}
     result = json.loads((tmp_path / "s/seed-0/aligned.json").read_text())
-    assert len(result["curves"]["reward"]) == 3 and set(result["sets"]) == {"Q1", "Q2"}
+    assert len(result["curves"]["reward"]) == 3 and set(result["sets"]["greedy"]) == {"Q1", "Q2"}
+    assert len(result["sets"]["sampled"]["Q2"]["f1"]) == 2 and set(result["kl"]) == {"Q1", "Q2"}
     start = ["--start", str(tmp_path / "s")]
     sweep = run("--seeds", "0", *start, "--sweep", "distill_coef", "0.5", *args, folder="w")
     assert sweep.returncode == 0, sweep.stderr
-    assert sweep.stdout.count("| distill_coef 0.5 |") == 1
+    assert sweep.stdout.count("| distill_coef 0.5 |") == 4 + 2 + 2  # F1, answered; habits, KL
     made = tmp_path / "w/seed-0"
     config = json.loads((made / "distill_coef_0.5/config.json").read_text())
     assert config["distill_coef"] == 0.5
