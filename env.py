@@ -546,10 +546,12 @@ def _names(n):
 
 
 _NAMES = _names(220)
-_WARES, _TRADES = "glass salt silk iron honey".split(), "maker trader painter keeper".split()
+_CRAFTS = (
+    "baker barber brewer carpenter cobbler cooper cutler dyer fisher glazier hunter joiner mason "
+    "miller potter saddler smith tailor tanner weaver"
+).split()
 ENTITIES = {
-    "person": _NAMES[:120], "town": _NAMES[120:180], "river": _NAMES[180:],
-    "craft": [f"{ware} {trade}" for ware in _WARES for trade in _TRADES],
+    "person": _NAMES[:120], "town": _NAMES[120:180], "river": _NAMES[180:], "craft": _CRAFTS,
 }  # fmt: skip
 RELATIONS = {
     "home": ("person", "town"), "teacher": ("person", "person"), "craft": ("person", "craft"),
@@ -559,7 +561,8 @@ RELATIONS = {
 
 class ToyWiki:
     """An invented encyclopedia. Names are the same for every seed and facts are not: a model can
-    learn to read, and never to know. Names stand between spaces: the same tokens everywhere."""
+    learn to read, and never to know. Every name and every answer is one word between spaces, hence
+    one token: two answers that share a token are hard to copy from a list."""
 
     def __init__(self, seed):
         rng = random.Random(f"world {seed}")
@@ -607,11 +610,10 @@ class ToyWiki:
         return Task(name, tuple(chosen), tuple(chosen.values()))
 
     @staticmethod
-    def expert(env, first_hop=0.0, forget=0.0):
+    def expert(env, first_hop=0.0, give_up=0.0):
         """The scripted expert's next response, read off its last response and observation alone. On
-        the last turn it answers with what it knows. Its bad habits, how often it has them: it takes
-        the first of two hops for the answer; it forgets the oldest of several answers. It goes on
-        from what it then has."""
+        the last turn it answers with what it knows. Its bad habits, as shares of the chances: it
+        takes the first of two hops for the answer; it answers while questions are open."""
         dice = random.Random(f"{env.task.id} {env.turns_left}")
         known, note, question = [], "", ""
         if env.response:
@@ -624,13 +626,12 @@ class ToyWiki:
                 query = question.removesuffix(query) + value  # what the second hop is about
             else:
                 known, question = [*known, value], ""
-        if len(known) > 1 and dice.random() < forget:
-            known = known[1:]
         if not question and len(known) < len(env.task.questions):
             question = env.task.questions[len(known)]
             query = " of ".join(question.split(" of ")[-2:])
         memory = f"<think> {note}known " + "".join(f"{value} ; " for value in known)
-        if not question or "last turn" in env.observation:
+        gives_up = known and dice.random() < give_up
+        if not question or gives_up or "last turn" in env.observation:
             return f"{memory}done </think> <answer> {' ; '.join(known)} </answer>"
         return f"{memory}next {question} </think> <search> {query} </search>"
 

@@ -128,8 +128,8 @@ class Config:
     sft_steps: int = flag(1000, "SFT updates until the teacher")
     sft_student: int = flag(700, "SFT updates until the student leaves the teacher's run")
     sft_anneal: int = flag(250, "SFT updates of its own, on an expert with bad habits")
-    sft_first_hop: float = flag(0.5, "habit: the first of two hops is taken for the answer")
-    sft_forget: float = flag(0.15, "habit: at a turn the oldest of several answers is forgotten")
+    sft_first_hop: float = flag(0.8, "habit: the first of two hops is taken for the answer")
+    sft_give_up: float = flag(0.1, "habit: at a turn all is answered while questions are open")
     sft_tight: float = flag(0.3, "share of SFT tasks with fewer turns than they may need")
     sft_questions: int = flag(32, "questions in each SFT batch, over tasks of mixed length")
     sft_horizon: int = flag(16, "the longest SFT task; reached step by step from 3 questions on")
@@ -394,7 +394,7 @@ def warm_start(config, run):
     write(run / "metrics.jsonl", "")  # without what a killed warm start left
 
     def expert(env):
-        return ToyWiki.expert(env, config.sft_first_hop, config.sft_forget)
+        return ToyWiki.expert(env, config.sft_first_hop, config.sft_give_up)
 
     def sft_update(name, step, longest, rate, optimizers, respond):
         """One update, on turn-level examples of an expert's episodes."""
@@ -1072,13 +1072,13 @@ PRESETS = {
     },
 }  # fmt: skip
 MAY_BE_ZERO = (  # every other number must be positive
-    "seed eval_questions sft_anneal sft_first_hop sft_forget sft_tight distill_coef entropy_coef "
-    "kl_coef gamma gae_lambda clip_coef value_clip actor_lr critic_lr sft_lr"
+    "seed eval_questions sft_anneal sft_first_hop sft_give_up sft_tight distill_coef "
+    "entropy_coef kl_coef gamma gae_lambda clip_coef value_clip actor_lr critic_lr sft_lr"
 ).split()
 FIXED = (  # what a resumed run cannot change: its data and its models
     "preset stage seed student teacher reference critic distill questions test_questions corpus "
     "top_k max_obs tasks_per_step horizon update reward sft_data hidden_size layers vocab_size "
-    "sft_steps sft_student sft_anneal sft_first_hop sft_forget sft_tight sft_questions "
+    "sft_steps sft_student sft_anneal sft_first_hop sft_give_up sft_tight sft_questions "
     "sft_horizon"
 ).split()
 
@@ -1131,8 +1131,8 @@ def find_problems(config):
         (min(c.horizons, default=0) < 1, "--horizons takes question counts such as 2 8 16"),
         (max(c.gamma, c.gae_lambda) > 1, "--gamma and --gae_lambda are at most 1"),
         (c.sft_student >= c.sft_steps, "--sft_student must be a step of --sft_steps"),
-        (max(c.sft_first_hop, c.sft_forget, c.sft_tight) > 1,
-         "--sft_first_hop, --sft_forget and --sft_tight are at most 1"),
+        (max(c.sft_first_hop, c.sft_give_up, c.sft_tight) > 1,
+         "--sft_first_hop, --sft_give_up and --sft_tight are at most 1"),
         (c.hidden_size % 32, "--hidden_size must be a multiple of 32"),
         (c.max_len <= 2 * c.max_new_tokens + c.max_obs,
          "--max_len leaves no room for a prompt: q, --max_obs and twice --max_new_tokens (Eq. 2)"),

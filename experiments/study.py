@@ -185,7 +185,7 @@ def evaluated(folder, teacher_folder, args):
             means, trajectories = evaluate(model, tokenizer, envs, **settings)
             means["f1"] = [round(env.score()[1], 4) for env in envs]
             means["answered"] = mean(env.answers is not None for env in envs)
-            means["habits"] = habits_of(trajectories, tokenizer)
+            means["habits"] = habits_of(envs, trajectories, tokenizer)
             sets[mode][f"Q{k}"] = means
             if teacher_folder and temperature:
                 _, teacher = load(str(teacher_folder), device(), "packed", torch.float32)
@@ -200,36 +200,37 @@ MEMORY = re.compile(
 )
 HABITS = {
     "first hop": "the first of two hops is taken for the answer",
-    "forgotten": "the oldest of several answers is dropped",
-    "other": "the answers of the memory are wrong in another way, or cannot be read",
+    "gave up": "all is answered while questions are open, before the last turn",
+    "miscopied": "the answers in the memory are wrong in another way, or cannot be read",
 }
 
 
-def habits_of(trajectories, tokenizer):
-    """[slips, chances] of each of HABITS over the turns of some trajectories, each turn held
-    against the memory before it and the value that it says it found."""
+def habits_of(envs, trajectories, tokenizer):
+    """[slips, chances] of each of HABITS over all turns, each held against the memory before it and
+    the value that it says it found."""
     count = {habit: [0, 0] for habit in HABITS}
-    for trajectory in trajectories:
+    for env, trajectory in zip(envs, trajectories, strict=True):
         calls = trajectory.calls if trajectory is not None else []
         turns = [MEMORY.match(tokenizer.decode(call.action_ids)) for call in calls]
-        for before, now in zip(turns, turns[1:]):
+        for call, before, now in zip(calls, turns, turns[1:]):
             if before is None or before["question"] is None:
                 continue  # nothing to hold the turn against
             if now is None or now["value"] is None:
-                count["other"][0] += 1
-                count["other"][1] += 1
+                count["miscopied"][0] += 1
+                count["miscopied"][1] += 1
                 continue
             known, kept = (turn["known"].split(" ; ")[:-1] for turn in (before, now))
             longer = [*known, now["value"]]
             two_hops = before["question"].endswith(f" of {before['query']}")
-            slipped = two_hops and (kept == longer or known and kept == longer[1:])
-            expected = longer if slipped or not two_hops else known
-            forgotten = len(expected) > 1 and kept == expected[1:]
-            wrong = kept != expected and not forgotten
-            cases = [(slipped, two_hops), (forgotten, len(expected) > 1), (wrong, True)]
+            first_hop = two_hops and kept == longer
+            expected = longer if first_hop or not two_hops else known
+            last = "last turn" in tokenizer.decode(call.observation_ids)
+            may_go_on = 0 < len(kept) < len(env.task.questions) and not last
+            gave_up = may_go_on and now["question"] is None
+            cases = [(first_hop, two_hops), (gave_up, may_go_on), (kept != expected, True)]
             for habit, (slip, chance) in zip(HABITS, cases):
-                count[habit][0] += bool(slip)
-                count[habit][1] += bool(chance)
+                count[habit][0] += slip
+                count[habit][1] += chance
     return count
 
 

@@ -73,7 +73,7 @@ def invented(**f1):
                 sets[mode] = {}
                 for k, scale in (("Q2", 1), ("Q8", 2)):
                     rest = {"peak": 9, "dependency": 8, "seconds": 0.5, "answered": 0.75}
-                    rest["habits"] = {"first hop": [1, 4], "forgotten": [0, 0], "other": [1, 8]}
+                    rest["habits"] = {"first hop": [1, 4], "gave up": [0, 0], "miscopied": [1, 8]}
                     f1 = [x * scale + more + d for d in (-0.5, 0.0, 0.5)]
                     sets[mode][k] = {"em": x - 0.1, "f1": f1, **rest}
             kl = {} if name == "teacher" else {"Q2": KL}
@@ -134,43 +134,51 @@ def test_the_interval_covers_seeds_and_tasks():
         assert [low, high] == pytest.approx(expected.tolist(), abs=0.05)
 
 
-def played(k, **habits):
-    """Trajectories of the expert, the tokenizer's."""
-    envs = toy_envs("test", 24, k)
+def habits_played(k, **habits):
+    """What is counted of the expert's episodes."""
+    envs = toy_envs("test", 48, k)
     sample = scripted(lambda env: ToyWiki.expert(env, **habits), TOKENIZER, envs)
-    return rollout(sample, TOKENIZER, envs, mem1)
+    return habits_of(envs, rollout(sample, TOKENIZER, envs, mem1), TOKENIZER)
 
 
 def test_habits_are_counted():
     """The expert has none; one with a habit has it at every chance, or in its share of them; and of
     turns by hand each is what it is."""
     for k in (1, 4):
-        right = habits_of(played(k), TOKENIZER)
+        right = habits_played(k)
         assert [slips for slips, _ in right.values()] == [0, 0, 0]
         chances = {habit: n for habit, (_, n) in right.items()}
-        assert chances["first hop"] > 5 and (chances["forgotten"] > 5) == (k > 1)
-    first = habits_of(played(4, first_hop=1.0), TOKENIZER)
-    assert first["first hop"][0] == first["first hop"][1] > 20 and first["other"][0] == 0
-    half = habits_of(played(4, first_hop=0.5, forget=0.25), TOKENIZER)
-    for habit, share in (("first hop", 0.5), ("forgotten", 0.25)):
+        assert chances["first hop"] > 5 and (chances["gave up"] > 5) == (k > 1)
+    always = habits_played(4, first_hop=1.0)
+    assert always["first hop"][0] == always["first hop"][1] > 20 and always["miscopied"][0] == 0
+    half = habits_played(4, first_hop=0.5, give_up=0.2)
+    for habit, share in (("first hop", 0.5), ("gave up", 0.2)):
         slips, n = half[habit]
         assert abs(slips / n - share) < 3 * (share * (1 - share) / n) ** 0.5
-    assert half["other"][0] == 0
+    assert half["miscopied"][0] == 0
     begin = "<think> known A ; B ; next home of mayor of C </think> <search> mayor of C </search>"
+    more = "</think> <search> x </search>"
+    end = "</think> <answer> x </answer>"
+    found = "<think> mayor of C is D ; known"
     turns = {
-        "mayor of C is D ; known A ; B ; next home of mayor of C": ([0, 1], [0, 1], [0, 1]),
-        "mayor of C is D ; known A ; B ; D ; next craft of E": ([1, 1], [0, 1], [0, 1]),
-        "mayor of C is D ; known B ; next home of mayor of C": ([0, 1], [1, 1], [0, 1]),
-        "mayor of C is D ; known B ; D ; next craft of E": ([1, 1], [1, 1], [0, 1]),
-        "mayor of C is D ; known A ; D ; next craft of E": ([0, 1], [0, 1], [1, 1]),
+        f"{found} A ; B ; next home of mayor of C {more}": ([0, 1], [0, 1], [0, 1]),
+        f"{found} A ; B ; D ; next craft of E {more}": ([1, 1], [0, 1], [0, 1]),
+        f"{found} A ; D ; next craft of E {more}": ([0, 1], [0, 1], [1, 1]),
+        f"{found} A ; B ; D ; done {end}": ([1, 1], [1, 1], [0, 1]),
+        f"{found} A ; B ; D ; E ; done {end}": ([0, 1], [0, 0], [1, 1]),
         "of of of": ([0, 0], [0, 0], [1, 1]),
     }
-    for text, expected in turns.items():
-        calls = []
-        for said in (begin, f"<think> {text} </think> <search> x </search>"):
-            ids = TOKENIZER.encode(said, add_special_tokens=False)
-            calls.append(Call([1], ids, [0.0] * len(ids), []))
-        assert tuple(habits_of([Trajectory("a", 1, calls)], TOKENIZER).values()) == expected, text
+    (env,) = toy_envs("test", 1, 4)
+    for hint in ("7 turns left", "last turn : answer now"):
+        for text, expected in turns.items():
+            calls = []
+            for said in (begin, text):
+                ids, seen = (TOKENIZER.encode(x, add_special_tokens=False) for x in (said, hint))
+                calls.append(Call([1], ids, [0.0] * len(ids), seen))
+            counted = tuple(habits_of([env], [Trajectory("a", 1, calls)], TOKENIZER).values())
+            if "last turn" in hint:  # then nothing is given up
+                expected = (expected[0], [0, 0], expected[2])
+            assert counted == expected, text
 
 
 def test_where_the_kl_sits():
