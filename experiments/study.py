@@ -79,17 +79,13 @@ def study(argv):
         if not args.sweep:
             states.append(states_of(seed, args))
     bar.close()
-    for mode in MODES:
-        for metric in ("f1", "answered"):
-            yield from by_set(found, mode, metric)
-            yield ""
-    yield from habit_table(found)
-    yield ""
-    yield from kl_table(found)
+    tables = [by_set(found, mode, "f1") for mode in MODES]
     if not args.sweep:
-        for table in (table1(means_of_all(found, "greedy")), paired(found), mechanism(states)):
-            yield ""
-            yield from table
+        tables += [paired(found), table1(means_of_all(found, "greedy"))]
+        tables += [by_set(found, mode, "answered") for mode in MODES]
+        tables += [habit_table(found), kl_table(found), mechanism(states)]
+    for i, table in enumerate(tables):
+        yield from ["", *table] if i else table
     if args.figures:
         draw(found, args.figures)
 
