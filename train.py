@@ -15,8 +15,8 @@ What the paper does not state, and we chose (MEM1's values where it has them; al
  4. The task reward is the EM summed over questions; a malformed response ends an episode at 0.
  5. log pi_old comes from the same packs as the update, so that the first ratio is exactly 1. What
     the sampler recorded is compared with it in every step, as a proxy of Eq. 5 in the loop.
- 6. `tiny` makes student and teacher in one run of SFT; the student branches off, and then learns
-    from an expert with bad habits what training has to undo: it can, and does not.
+ 6. `tiny` makes the teacher by SFT, and the student from it by SFT on an expert with bad habits:
+    it can and does not. These are what training has to undo.
 
 Shapes: N sampled action tokens of the batch, in the order trajectory, call, token; H hidden size.
 """
@@ -126,8 +126,7 @@ class Config:
     layers: int = flag(3, "layers of the toy models")
     vocab_size: int = flag(1024, "tokens of the toy's byte-level BPE")
     sft_steps: int = flag(1000, "SFT updates until the teacher")
-    sft_student: int = flag(700, "SFT updates until the student leaves the teacher's run")
-    sft_anneal: int = flag(250, "SFT updates of its own, on an expert with bad habits")
+    sft_student: int = flag(100, "SFT updates from there to the student, on bad habits")
     sft_first_hop: float = flag(0.8, "habit: the first of two hops is taken for the answer")
     sft_give_up: float = flag(0.1, "habit: at a turn all is answered while questions are open")
     sft_tight: float = flag(0.3, "share of SFT tasks with fewer turns than they may need")
@@ -385,15 +384,14 @@ def actor_objective(packed, batch, teacher_head, N, config):
 
 # ---- plumbing: read last -------------------------------------------------------------------------
 def warm_start(config, run):
-    """SFT on the toy makes both models: the teacher in `sft_steps`, and the student, which leaves
-    it after `sft_student` and goes on for `sft_anneal` with an expert of bad habits: it can, and
-    does not."""
+    """SFT on the toy makes both models: the teacher in `sft_steps`, and from it the student in
+    `sft_student` more, on an expert with bad habits."""
     tokenizer = train_tokenizer(toy_texts(), config.vocab_size)
     model = toy_model(tokenizer, config.hidden_size, config.layers, "packed").to(config.device)
-    bar = tqdm(total=config.sft_steps + config.sft_anneal, desc="warm start (SFT)")
+    bar = tqdm(total=config.sft_steps + config.sft_student, desc="warm start (SFT)")
     write(run / "metrics.jsonl", "")  # without what a killed warm start left
 
-    def expert(env):
+    def expert_with_habits(env):
         return ToyWiki.expert(env, config.sft_first_hop, config.sft_give_up)
 
     def sft_update(name, step, longest, rate, optimizers, respond):
@@ -413,17 +411,14 @@ def warm_start(config, run):
 
     optimizers = sft_optimizers(model)
     for step in range(config.sft_steps):
-        if step == config.sft_student:
-            branch = copy.deepcopy(model.state_dict())
         done = step / config.sft_steps
         longest = sft_longest(done, config.sft_horizon)
         sft_update("teacher", step, longest, sft_rate(done), optimizers, ToyWiki.expert)
     save(run / "teacher", model, tokenizer)
-    model.load_state_dict(branch)
     optimizers = sft_optimizers(model)
-    for i in range(config.sft_anneal):
-        step, rate = config.sft_steps + i, 1 - i / config.sft_anneal
-        sft_update("student", step, config.sft_horizon, rate, optimizers, expert)
+    for i in range(config.sft_student):
+        step, rate = config.sft_steps + i, 0.5 * (1 - i / config.sft_student)
+        sft_update("student", step, config.sft_horizon, rate, optimizers, expert_with_habits)
     save(run / "warm_start", model, tokenizer)
 
 
@@ -1072,13 +1067,13 @@ PRESETS = {
     },
 }  # fmt: skip
 MAY_BE_ZERO = (  # every other number must be positive
-    "seed eval_questions sft_anneal sft_first_hop sft_give_up sft_tight distill_coef "
+    "seed eval_questions sft_student sft_first_hop sft_give_up sft_tight distill_coef "
     "entropy_coef kl_coef gamma gae_lambda clip_coef value_clip actor_lr critic_lr sft_lr"
 ).split()
 FIXED = (  # what a resumed run cannot change: its data and its models
     "preset stage seed student teacher reference critic distill questions test_questions corpus "
     "top_k max_obs tasks_per_step horizon update reward sft_data hidden_size layers vocab_size "
-    "sft_steps sft_student sft_anneal sft_first_hop sft_give_up sft_tight sft_questions "
+    "sft_steps sft_student sft_first_hop sft_give_up sft_tight sft_questions "
     "sft_horizon"
 ).split()
 
@@ -1130,7 +1125,6 @@ def find_problems(config):
     rules = [
         (min(c.horizons, default=0) < 1, "--horizons takes question counts such as 2 8 16"),
         (max(c.gamma, c.gae_lambda) > 1, "--gamma and --gae_lambda are at most 1"),
-        (c.sft_student >= c.sft_steps, "--sft_student must be a step of --sft_steps"),
         (max(c.sft_first_hop, c.sft_give_up, c.sft_tight) > 1,
          "--sft_first_hop, --sft_give_up and --sft_tight are at most 1"),
         (c.hidden_size % 32, "--hidden_size must be a multiple of 32"),

@@ -12,7 +12,7 @@ import pytest
 import train as train_file
 
 FAST = (
-    "--sft_steps 12 --sft_student 6 --sft_anneal 2 --sft_questions 6 --sft_horizon 3 --steps 3 "
+    "--sft_steps 12 --sft_student 2 --sft_questions 6 --sft_horizon 3 --steps 3 "
     "--horizon 2 --tasks_per_step 6 --eval_questions 4 --horizons 1 2 --hidden_size 32 --layers 1 "
     "--max_new_tokens 24 --device cpu"
 ).split()

@@ -479,7 +479,7 @@ def test_a_training_task_is_printed_where_none_is_held_out(monkeypatch, capsys):
         ("--max_len 100", "leaves no room for a prompt"),
         ("--student x", "go together"),
         ("--update forget", "invalid choice: 'forget'"),
-        ("--sft_student 5000", "--sft_student"),
+        ("--sft_give_up 2", "--sft_give_up"),
         ("--device toaster", "--device toaster is not there"),
         ("--hidden_size 40", "must be a multiple of 32"),
         ("--stage warm_start --student x --teacher y", "takes no --student"),
@@ -835,7 +835,7 @@ def test_a_warm_start_that_was_killed_between_its_models_makes_both(runs, tmp_pa
 
 def test_the_student_is_a_branch_that_leaves_the_teacher_as_it_was(runs, tmp_path):
     """Its own steps change nothing in the teacher's run, to the last bit."""
-    args = [*FAST, *"--stage warm_start --sft_anneal 5 --run_dir r".split()]
+    args = [*FAST, *"--stage warm_start --sft_student 5 --run_dir r".split()]
     out = command(*args, cwd=tmp_path)
     assert out.returncode == 0, out.stderr
     a, r = runs[0] / "a", tmp_path / "r"
