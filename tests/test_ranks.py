@@ -66,7 +66,7 @@ def models(tmp_path_factory):
 def flags(models, student, *more):
     """A run of three updates on recorded episodes."""
     settings = (
-        "--device cpu --steps 3 --ppo_epochs 1 --eval_questions 0 --max_len 2000 "
+        "--device cpu --horizon 2 --steps 3 --ppo_epochs 1 --eval_questions 0 --max_len 2000 "
         "--max_new_tokens 16 --actor_lr 1e-3 --gamma 0.99 --allow_mismatch"
     )
     pair = ["--student", str(models / student), "--teacher", str(models / "teacher")]
@@ -136,8 +136,11 @@ def same_runs(a, b):
     """Metrics and students, up to rounding."""
     for x, y in zip(metrics(a), metrics(b), strict=True):
         assert x.keys() == y.keys()
-        for name in x:  # the largest rounding error of a log-prob is itself rounding
-            tolerance = 1e-5 if name == "logp_mismatch_max" else 1e-6
+        for (
+            name
+        ) in x:  # the largest error of a log-prob is rounding, and so is much of what is left
+            # of whitened advantages in a mean
+            tolerance = 1e-5 if name in ("logp_mismatch_max", "ppo_loss") else 1e-6
             assert x[name] == pytest.approx(y[name], rel=1e-5, abs=tolerance), name
     same_weights(a, b)
 
