@@ -423,8 +423,8 @@ def warm_start(config, run):
 
 
 def sft_batch(step, longest, respond, tokenizer, config):
-    """Prompts and actions of an expert's tasks, of 1 to `longest` questions each. Some have fewer
-    turns than they need, so that their last turn is seen."""
+    """Prompts and actions of an expert's tasks, of 1 to `longest` questions each. Some get fewer
+    turns than they may need, so that their last turn is seen."""
     rng = random.Random(f"{config.seed} {step}")
     envs, n = [], 0
     while n < config.sft_questions:
@@ -1073,8 +1073,8 @@ MAY_BE_ZERO = (  # every other number must be positive
 FIXED = (  # what a resumed run cannot change: its data and its models
     "preset stage seed student teacher reference critic distill questions test_questions corpus "
     "top_k max_obs tasks_per_step horizon update reward sft_data hidden_size layers vocab_size "
-    "sft_steps sft_student sft_first_hop sft_give_up sft_tight sft_questions "
-    "sft_horizon"
+    "sft_steps sft_student sft_first_hop sft_give_up sft_tight "
+    "sft_questions sft_horizon"
 ).split()
 
 

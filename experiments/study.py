@@ -173,6 +173,7 @@ def evaluated(folder, teacher_folder, args):
     each habit, means of the rest. And where its KL to the teacher sits on what it sampled there,
     {"kl": {set: numbers}}."""
     tokenizer, model = load(str(folder), device(), "packed", torch.float32)
+    teacher = teacher_folder and load(str(teacher_folder), device(), "packed", torch.float32)[1]
     sets, kl = {mode: {} for mode in MODES}, {}
     for mode, temperature in MODES.items():
         for k in args.horizons:
@@ -183,8 +184,7 @@ def evaluated(folder, teacher_folder, args):
             means["answered"] = mean(env.answers is not None for env in envs)
             means["habits"] = habits_of(envs, trajectories, tokenizer)
             sets[mode][f"Q{k}"] = means
-            if teacher_folder and temperature:
-                _, teacher = load(str(teacher_folder), device(), "packed", torch.float32)
+            if teacher and temperature:
                 some = [trajectory for trajectory in trajectories if trajectory is not None]
                 kl[f"Q{k}"] = where_kl_sits(model, teacher, some[: max(1, KL_QUESTIONS // k)])
     return {"sets": sets, "kl": kl}

@@ -136,10 +136,9 @@ def same_runs(a, b):
     """Metrics and students, up to rounding."""
     for x, y in zip(metrics(a), metrics(b), strict=True):
         assert x.keys() == y.keys()
-        for (
-            name
-        ) in x:  # the largest error of a log-prob is rounding, and so is much of what is left
-            # of whitened advantages in a mean
+        for name in x:
+            # the largest error of a log-prob is rounding, and so is much of what a mean leaves of
+            # whitened advantages
             tolerance = 1e-5 if name in ("logp_mismatch_max", "ppo_loss") else 1e-6
             assert x[name] == pytest.approx(y[name], rel=1e-5, abs=tolerance), name
     same_weights(a, b)
