@@ -50,7 +50,6 @@ PROTOCOL = (
 )
 BROKEN = (ValueError, TypeError, KeyError, AttributeError, RecursionError)  # data of another form
 ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
-STOP = ("</search>", "</answer>")  # a response ends with one of these
 
 
 @dataclass(frozen=True)
@@ -67,14 +66,20 @@ class Task:
 
 
 class SearchEnv:
-    """One episode of one task. reward ("em" or "f1") is summed over questions and given at the end;
-    an observation holds as many whole passages as fit `budget`, by length(text) or in words."""
+    """One episode of one task. reward ("em" or "f1", by the definition `scores`, one of RULES) is
+    summed over questions and given at the end; an observation holds as many whole passages as fit
+    `budget`, by length(text) or in words."""
 
-    def __init__(self, task, retriever, reward="em", top_k=2, budget=None, length=None):
+    stop = ("</search>", "</answer>")  # a response ends with one of these
+
+    def __init__(
+        self, task, retriever, reward="em", top_k=2, budget=None, length=None, scores="squad"
+    ):
         if reward not in ("em", "f1"):
             raise ValueError(f"reward must be 'em' or 'f1', not {reward!r}")
         self.task, self.retriever, self.reward, self.top_k = task, retriever, reward, top_k
         self.budget, self.length = budget, length or (lambda text: len(text.split()))
+        self.scores = scores
         self.turns_left = 2 * len(task.questions) + 2
         self.response = self.observation = ""  # the newest of each: all that memory may keep
         self.answers: list[str] | None = None  # None until the agent has answered
@@ -104,8 +109,7 @@ class SearchEnv:
             if i in found:
                 results.append((env.observe(found[i]), 0.0, False))
             else:
-                em, f1 = env.score()
-                results.append(("", f1 if env.reward == "f1" else em, True))
+                results.append(("", env.score()[env.reward], True))
         return results
 
     def read_action(self, response):
@@ -129,16 +133,17 @@ class SearchEnv:
                 break
         return self.observation
 
-    def score(self, rule: str = "squad") -> tuple[float, float]:
-        """(EM, F1) over the questions: answer i belongs to question i, a missing one scores 0. By
-        MEM1's rule nothing counts unless there are as many answers as questions."""
-        answers, em, f1 = self.answers or [], 0.0, 0.0
-        if rule == "mem1" and len(answers) != len(self.task.questions):
-            return em, f1
-        for answer, accepted in zip(answers, self.task.answers):
-            em += exact_match(answer, accepted, rule)
-            f1 += token_f1(answer, accepted, rule)
-        return em, f1
+    def score(self) -> dict[str, float]:
+        """EM and F1 over the questions: answer i belongs to question i, a missing one scores 0. By
+        MEM1's rule nothing counts unless there are as many answers as questions. And whether there
+        was an answer, and all were right."""
+        n, answers, em, f1 = len(self.task.questions), self.answers or [], 0.0, 0.0
+        if self.scores != "mem1" or len(answers) == n:
+            for answer, accepted in zip(answers, self.task.answers):
+                em += exact_match(answer, accepted, self.scores)
+                f1 += token_f1(answer, accepted, self.scores)
+        answered, solved = self.answers is not None, em == n
+        return {"em": em, "f1": f1, "answered": float(answered), "solved": float(solved)}
 
 
 def plain(text):
@@ -700,7 +705,7 @@ def demo():
     print(f"the answers are {env.task.answers}\n\nq:\n{env.prompt()}")
     for t, (response, observation, reward) in enumerate(expert_episode(env)):
         print(f"a_{t}: {response}\no_{t}: {observation.strip()}   r_{t} = {reward:g}\n")
-    print("EM {:g}, F1 {:g}, summed over both questions".format(*env.score()))
+    print("EM {em:g}, F1 {f1:g}, summed over both questions".format(**env.score()))
 
 
 if __name__ == "__main__":

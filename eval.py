@@ -20,36 +20,42 @@ import os
 import sys
 import time
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 from statistics import mean
 
 import torch
 from tqdm import tqdm
 
-from env import RULES, STOP, SearchEnv, compose, load_questions, open_retriever, toy_envs
-from rollout import Trajectory, command, encode_prompt, encode_text, end_ids, generate, load
-from rollout import max_positions, read_lines, rollout, stop_on, task_generators, update_rules
-from rollout import without_end
+from env import RULES, SearchEnv, compose, load_questions, open_retriever, toy_envs
+from rollout import Environment, Trajectory, check_environment, command, encode_prompt, encode_text
+from rollout import end_ids, generate, load, max_positions, read_lines, rollout, stop_on
+from rollout import task_generators, update_rule, update_rules, without_end
 
-METRICS = ("em", "f1", "peak", "dependency", "seconds")
+COSTS = ("peak", "dependency", "seconds")
 
 
 def evaluate(
-    model, tokenizer, envs: list[SearchEnv], update="mem1", max_new_tokens=128, max_len=640,
-    batch_size=256, progress=None, temperature=0.0, seed=0, scores="squad", with_q=True,
-    records=None, keep_correct=None,
+    model, tokenizer, envs: list[Environment], update="mem1", max_new_tokens=128, max_len=640,
+    batch_size=256, progress=None, temperature=0.0, seed=0, with_q=True, records=None,
+    keep_correct=None,
 ) -> tuple[dict[str, float], list[Trajectory | None]]:  # fmt: skip
-    """Roll out all environments, batch_size at a time: the means of METRICS, and the trajectories,
-    None for a task that was too long: it scores 0, and only EM and F1 count it. records: a JSONL
-    file with a line per task; tasks in it are not run again. keep_correct: a JSONL file to add the
-    text of every episode with all answers right to, for SFT."""
-    rule = update_rules(tokenizer)[update]
-    names = task_names(envs)
+    """Roll out all environments, batch_size at a time: the means of their scores and of COSTS, and
+    the trajectories, None for a task that was too long: only the scores count it. update: a rule or
+    its name. records: a JSONL file with a line per task; tasks in it are not run again.
+    keep_correct: a JSONL file to add the text of every episode with the score `solved` to, for
+    SFT."""
+    if not envs:
+        raise ValueError("evaluate needs at least one environment: the task list is empty")
+    for env in envs:
+        check_environment(env, "score")
+    rule = update_rule(update, tokenizer)
+    names, scores = task_names(envs), list(envs[0].score())
     ends = end_ids(tokenizer, model)
-    stop = stop_on(tokenizer, STOP, ends)
+    stop = stop_on(tokenizer, getattr(envs[0], "stop", ()), ends)
     for path in (keep_correct, records):  # that they can be written is known before the first call
         append(path, [])
-    done = read_records(records)
+    done = read_records(records, scores)
     kept = read_lines(keep_correct, name_of_episode, "not an episode", grows=True)
     asked = [digest(env.prompt()) for env in envs]
     for name, digest_now in zip(names, asked):
@@ -72,17 +78,16 @@ def evaluate(
         seconds = (time.perf_counter() - start) / len(batch)
         right, lines = [], []
         for place, env, trajectory in zip(places, batch, new):
-            em, f1 = env.score(scores)
-            line = {"task": names[place], "asked": asked[place], "em": em, "f1": f1}
-            line |= {"peak": 0.0, "dependency": 0.0, "seconds": seconds}
-            line |= {"calls": 0, "answers": env.answers}
+            line = {"task": names[place], "asked": asked[place], **env.score()}
+            line |= {"peak": 0.0, "dependency": 0.0, "seconds": seconds, "calls": 0, "said": ""}
             if trajectory is not None:
                 line["peak"] = peak(trajectory, with_q)
                 line["dependency"] = dependency(trajectory, with_q)
                 line["calls"] = len(trajectory.calls)
+                line["said"] = tokenizer.decode(without_end(trajectory.calls[-1].action_ids, ends))
             done[names[place]] = line
             lines.append(line)
-            if env.score()[0] == len(env.task.questions):  # a right answer ends a valid episode
+            if trajectory is not None and line.get("solved"):
                 episode = as_text(env, trajectory, tokenizer, ends)
                 episode["task"] = names[place]
                 if name_of_episode(episode) not in kept:
@@ -91,9 +96,9 @@ def evaluate(
         append(records, lines)
         trajectories += new
     means = {}
-    for name in METRICS:
+    for name in (*scores, *COSTS):
         lines = [done[task] for task in names]
-        if name not in ("em", "f1"):
+        if name in COSTS:
             lines = [line for line in lines if line.get("calls", 1)]
         means[name] = mean(line[name] for line in lines) if lines else 0.0
     return means, trajectories
@@ -159,14 +164,14 @@ def markdown(columns, rows):
 
 
 def table(rows):
-    """Lines in the layout of Tables 1 and 2, from (set, model, metrics)."""
-    forms = {"em": ".3f", "f1": ".3f", "peak": ".0f", "dependency": ".0f", "seconds": ".3f"}
-
-    def cells():
-        for name, model, metrics in rows:
-            yield name, model, *(format(metrics[m], form) for m, form in forms.items())
-
-    return markdown(["set", "model", "EM", "F1", "peak", "dependency", "s / task"], cells())
+    """Lines in the layout of Tables 1 and 2, from (set, model, metrics), each as soon as its row is
+    known."""
+    titles = {"em": "EM", "f1": "F1", "seconds": "s / task"}
+    forms = {"peak": ".0f", "dependency": ".0f"}
+    for i, (name, model, metrics) in enumerate(rows):
+        cells = [format(x, forms.get(metric, ".3f")) for metric, x in metrics.items()]
+        columns = ["set", "model", *(titles.get(metric, metric) for metric in metrics)]
+        yield from islice(markdown(columns, [[name, model, *cells]]), 2 if i else 0, None)
 
 
 def as_text(env, trajectory, tokenizer, ends=None):
@@ -195,12 +200,13 @@ def append(path, lines):
         f.write(ending + "".join(json.dumps(line) + "\n" for line in lines).encode())
 
 
-def read_records(path):
+def read_records(path, scores=("em", "f1")):
     """{task: record} of a records file, {} where there is none. A last line that a crash cut off is
     passed over; other damage is a ValueError naming the line."""
 
     def read(record):
-        return record["task"], {**record, **{name: float(record[name]) for name in METRICS}}
+        numbers = {name: float(record[name]) for name in (*scores, *COSTS)}
+        return record["task"], record | numbers
 
     return dict(read_lines(path, read, "not a record of eval.py", grows=True))
 
@@ -276,6 +282,7 @@ def evaluate_all(args):
         settings = {"budget": args.max_obs}
         settings["top_k"] = args.top_k or (3 if questions else 2)
         settings["length"] = lambda text: len(encode_text(tokenizer, text))
+        settings["scores"] = args.scores
         if not questions:
             return toy_envs("test", n, k, **settings)
         tasks = compose(questions, k, args.seed)[:n]
@@ -299,7 +306,7 @@ def evaluate_all(args):
                 records = same_settings(folder, ours) / f"Q{k}.jsonl"
             metrics, _ = evaluate(
                 model, tokenizer, envs, args.update, args.max_new_tokens, args.max_len,
-                args.batch_size, f"Q{k}, {name}", args.temperature, args.seed, args.scores,
+                args.batch_size, f"Q{k}, {name}", args.temperature, args.seed,
                 not args.without_q, records, args.keep_correct,
             )  # fmt: skip
             yield f"Q{k}", name, metrics

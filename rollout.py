@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import count
 from types import SimpleNamespace
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -101,19 +102,45 @@ def history_ids(trajectory):
 Turns = list[tuple[list[int], list[int]]]  # (response ids without stop token, observation ids)
 
 
+class Environment(Protocol):
+    """E of Eq. 1, one episode of one task: any object with these. Its class may also have `stop`,
+    strings that end a response, and a static `step_all(envs, responses)`, `step` for many."""
+
+    task: Any  # task.id is its name in files and messages
+
+    def prompt(self) -> str:
+        """The text of q, the same in every call."""
+
+    def step(self, response: str) -> tuple[str, float, bool]:
+        """Observation, reward of this call, and whether the episode is over."""
+
+    def score(self) -> dict[str, float]:
+        """Numbers whose means are reported, the chief one first; `solved` is 1 if all is right."""
+
+
+def check_environment(env, *more):
+    """Raise ValueError naming what an environment lacks for `rollout`, or of `more` methods."""
+    missing = "" if hasattr(getattr(env, "task", None), "id") else "task.id"
+    for name in ("prompt", "step_all" if hasattr(env, "step_all") else "step", *more):
+        missing = missing if callable(getattr(env, name, None)) else f"{name}()"
+    if missing:
+        raise ValueError(f"{type(env).__name__} has no {missing}: see Environment in rollout.py")
+
+
 def rollout(
     sample, tokenizer, envs, update, max_prompt_len=None, progress=None, ends=None, reject=None
 ):
     """Eq. 1: run all environments to their ends, one call each per round, and record every call.
 
     sample(prompts, rows) -> ids, logprobs: `generate` bound to a model, or any engine; rows says
-    which environments the prompts are from. An environment has task.id, prompt() (the text of q)
-    and step(response) -> (observation, reward, done), its class perhaps step_all(envs, responses)
-    for many at once. update: U. ends: see `end_ids`; by default the tokenizer's. An example whose
-    prompt passes max_prompt_len is rejected, never cut (Section 3.3): reject(why) is called and
-    None stands in its place; without `reject` it is a ValueError."""
+    which environments the prompts are from. envs: see `Environment`. update: U. ends: see
+    `end_ids`; by default the tokenizer's. An example whose prompt passes max_prompt_len is
+    rejected, never cut (Section 3.3): reject(why) is called and None stands in its place; without
+    `reject` it is a ValueError."""
     if not envs:
         raise ValueError("rollout needs at least one environment: the task list is empty")
+    for env in envs:
+        check_environment(env)
     ends = ends or end_ids(tokenizer)
     prefixes = [encode_prompt(tokenizer, env.prompt()) for env in envs]
     contexts = [[] for _ in envs]  # x_t
@@ -150,11 +177,19 @@ def rollout(
         for i, prompt, action, words, logp, result in zip(
             live, prompts, ids, spoken, logprobs, results, strict=True
         ):
+            where = f"task {envs[i].task.id}, call {len(calls[i])}"
+            whole = isinstance(result, (tuple, list)) and len(result) == 3
+            if not whole or not isinstance(result[0], str):
+                form = "(observation text, reward, done)"
+                raise ValueError(f"{where}: step returned {str(result)[:80]}, not {form}")
             observation, reward, done = result
             observed = encode_text(tokenizer, observation)
             calls[i].append(Call(prompt, action, logp, observed, reward))
             turns[i].append((words, observed))
             contexts[i] = update(turns[i])
+            if not isinstance(contexts[i], list):
+                kind = type(contexts[i]).__name__
+                raise ValueError(f"{where}: the update rule returned {kind}, not a list of ids")
             if not done:
                 still_live.append(i)
         live = still_live
@@ -241,6 +276,14 @@ def update_rules(tokenizer):
     }  # fmt: skip
 
 
+def update_rule(rule, tokenizer):
+    """U: a callable, or its name in `update_rules`."""
+    rules = update_rules(tokenizer)
+    if not callable(rule) and rule not in rules:
+        raise ValueError(f"{rule} is no update rule; take one of {', '.join(rules)}, or hand in U")
+    return rule if callable(rule) else rules[rule]
+
+
 # ---- sampling: a_t of Eq. 1 ----------------------------------------------------------------------
 @torch.no_grad()
 def generate(model, prompts, max_new_tokens, temperature=1.0, stop=None, generators=None):
@@ -302,7 +345,9 @@ def generate(model, prompts, max_new_tokens, temperature=1.0, stop=None, generat
 def _forward(model, cache, input_ids, **masks):
     """(B, V): the logits after the last token."""
     # the argument's name from transformers 5.24 on, and before
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    adapted = model.get_base_model() if hasattr(model, "get_base_model") else model
+    named = inspect.signature(adapted.forward).parameters
+    name = "cache" if "cache" in named else "past_key_values"
     masks[name] = cache
     out = model(input_ids=input_ids, use_cache=True, logits_to_keep=1, **masks)
     return out.logits[:, -1]
@@ -418,11 +463,19 @@ def scripted(respond, tokenizer, envs):
 
 
 def load(path, device, attention="sdpa", dtype="auto"):
-    """(tokenizer, causal model in eval mode) of a folder or hub name. Raises ValueError if there is
+    """(tokenizer, causal model in eval mode) of a folder or hub name; of a folder of adapters, the
+    model that they adapt, in which they alone train (needs peft). Raises ValueError if there is
     none, or if weights are missing."""
-    settings = {"attn_implementation": attention, "dtype": dtype, "output_loading_info": True}
+    settings, found = {"attn_implementation": attention, "dtype": dtype}, {"missing_keys": []}
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(path, **settings)
+        if os.path.exists(os.path.join(path, "adapter_config.json")):
+            import peft
+
+            kind = peft.AutoPeftModelForCausalLM
+            model = kind.from_pretrained(path, is_trainable=True, **settings).eval()
+        else:
+            kind = AutoModelForCausalLM
+            model, found = kind.from_pretrained(path, output_loading_info=True, **settings)
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:  # a file may be damaged in any way
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -533,12 +586,17 @@ def save_trajectories(path, trajectories):
     write(path, "".join(json.dumps(asdict(trajectory)) + "\n" for trajectory in trajectories))
 
 
-def load_trajectories(path):
-    """Read what `save_trajectories` wrote. Raises ValueError naming a damaged or foreign line."""
+def load_trajectories(path, tokenizer=None):
+    """Read what `save_trajectories` wrote. Raises ValueError naming a damaged or foreign line, or
+    one whose ids are not the tokenizer's: then the text of q has others."""
 
     def read(record):
         calls = [Call(**call) for call in record["calls"]]
-        return Trajectory(**{**record, "calls": calls})
+        trajectory = Trajectory(**{**record, "calls": calls})
+        q = calls[0].prompt_ids[: trajectory.prefix_len]
+        if tokenizer and tokenizer.encode(tokenizer.decode(q), add_special_tokens=False) != q:
+            raise ValueError("its ids are another tokenizer's")
+        return trajectory
 
     return read_lines(path, read, "not a trajectory record")
 

@@ -30,6 +30,7 @@ import re
 import shutil
 import time
 import warnings
+from bisect import bisect_left
 from collections import Counter
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -50,16 +51,15 @@ from tqdm import tqdm
 from transformers import HfArgumentParser
 
 import losses
-from env import STOP, SearchEnv, ToyWiki, compose, load_questions, open_retriever
-from env import toy_envs, toy_texts
-from eval import METRICS, check_room, evaluate, show_rejected, table
+from env import SearchEnv, ToyWiki, compose, load_questions, open_retriever, toy_envs, toy_texts
+from eval import check_room, evaluate, show_rejected, table
 from pack import action_hidden, check_model, pack, pack_all, pack_history
 from rce import rce
-from rollout import call_ids, call_names, check_sampling, check_tokenizers, command, encode_text
-from rollout import end_ids, finish_folders, format_trajectory, generate, history_ids, load
-from rollout import max_positions, replay, rollout, save_trajectories, scripted, stop_on
-from rollout import task_generators, toy_model, train_tokenizer, uninterrupted, update_rules
-from rollout import whole_folder, write
+from rollout import call_ids, call_names, check_environment, check_sampling, check_tokenizers
+from rollout import command, encode_text, end_ids, finish_folders, format_trajectory, generate
+from rollout import history_ids, load, load_trajectories, max_positions, replay, rollout
+from rollout import save_trajectories, scripted, stop_on, task_generators, toy_model
+from rollout import train_tokenizer, uninterrupted, update_rule, update_rules, whole_folder, write
 
 
 def flag(default, text):
@@ -106,6 +106,9 @@ class Config:
     max_tokens: int = flag(16384, "tokens of one pack, the micro-batch; no result depends on it")
     distill: Literal["aligned", "history", "none"] = flag("aligned", "MemOPD, Figure 3a, or PPO")
     distill_coef: float = flag(0.02, "lambda of Eq. 11 (Section 4.1: 0.02)")
+    teacher_on: Literal["all", "memory", "query", "answer"] = flag("all", "m_T of Eq. 7")
+    replay: str = flag("", "trajectories.jsonl of a run: its states count in Eq. 7, and not in PPO")
+    replay_share: float = flag(0.25, "how many of them, as a share of --tasks_per_step")
     entropy_coef: float = flag(0.001, "alpha of Eq. 11 (not in the paper; MEM1: .001)")
     kl_coef: float = flag(0.001, "beta of Eq. 8 (not in the paper; MEM1: .001)")
     gamma: float = flag(1.0, "gamma of Eq. 9 (not in the paper; MEM1: 1)")
@@ -134,14 +137,20 @@ class Config:
     sft_horizon: int = flag(16, "the longest SFT task; reached step by step from 3 questions on")
 
 
-def train(config: Config) -> None:
-    """Warm start or load, then the loop, then the table. Results are on disk as soon as known."""
+def train(config: Config, tasks=None) -> None:
+    """Warm start or load, then the loop, then the table. Results are on disk as soon as known.
+
+    tasks(split, n, k, step=0): n fresh environments (see `rollout.Environment`) of k questions, of
+    the split "train" or "test"; by default search tasks of the toy or of files."""
     torch.manual_seed(config.seed)
-    tasks = open_data(config)
+    data = tasks or open_data(config)
     check_run(config)
     models = load_models(config) if config.student else None
     tokenizer = models.tokenizer if models else train_tokenizer(toy_texts(), config.vocab_size)
+    tasks = tasks or search_tasks(data, tokenizer, config)
     check_tasks(tokenizer, tasks, config)
+    recorded = load_trajectories(config.replay, tokenizer) if config.replay else []
+    recorded = without_long_turns(recorded, config.replay, config)
     run = open_run(config)  # a config or a model that is wrong leaves no folder
     if not config.student:
         if rank() == 0 and not (run / "warm_start").exists():  # a resumed run may have both
@@ -166,9 +175,12 @@ def train(config: Config) -> None:
             packs = teacher_packs = pack_calls(trajectories, config)
             if config.distill == "history":  # the control of Figure 3a
                 teacher_packs = pack_histories(trajectories, config)
+            replayed = pick_replay(recorded, step, config)  # none without --replay
+            replay_packs = pack_calls(replayed, config)
 
         # 3. Score (Section 3.4): old policy, reference, critic and teacher read these states.
         with clock(cost, "score"):
+            teacher_packs = [*teacher_packs, *replay_packs]
             logp_old, logp_ref, values, teacher_hidden = score(models, packs, teacher_packs, config)
 
         # 4. Audit (Eq. 5, by proxy): the packs must say what the sampler recorded.
@@ -177,11 +189,12 @@ def train(config: Config) -> None:
 
         # 5. Advantages (Eq. 8 and 9): over whole trajectories, one step per sampled token.
         advantages, returns = advantages_of(trajectories, logp_old, logp_ref, values, config)
-        batch = Batch(logp_old, values, advantages, returns, teacher_hidden)
+        m_T = teacher_mask([*trajectories, *replayed], models.tokenizer, config)
+        batch = Batch(logp_old, values, advantages, returns, teacher_hidden, m_T)
 
         # 6. Update (Eq. 7, 10 and 11): the student by PPO and guidance, the critic by its returns.
         with clock(cost, "update"):
-            found = update_policy(models, packs, batch, config, step)
+            found = update_policy(models, packs, batch, config, step, replay_packs)
 
         found |= mismatch | batch_metrics(envs, trajectories, packs, logp_old - logp_ref, config)
         log(run, stage="rl", step=step, **found, **cost)
@@ -207,14 +220,14 @@ class Models:
     trained: dict[str, tuple]  # name: (model, its optimizer)
 
 
-def roll_out(models, tasks, step, config):
-    """Eq. 1 on this rank's part of (task, retriever) pairs, with the noise of their places in the
-    batch. Examples that become too long are left out (Section 3.3)."""
-    tokenizer, places = models.tokenizer, range(rank(), len(tasks), world())
-    envs = make_envs([tasks[place] for place in places], tokenizer, config)
+def roll_out(models, batch, step, config):
+    """Eq. 1 on this rank's part of a batch of environments, with the noise of their places in it.
+    Examples that become too long are left out (Section 3.3)."""
+    tokenizer, places = models.tokenizer, range(rank(), len(batch), world())
+    envs = [batch[place] for place in places]
     noise = task_generators(config.seed, step, places)
     ends = end_ids(tokenizer, models.student)
-    stop = stop_on(tokenizer, STOP, ends)
+    stop = stop_on(tokenizer, getattr(batch[0], "stop", ()), ends)
     T = config.temperature
 
     def sample(prompts, rows):
@@ -224,14 +237,14 @@ def roll_out(models, tasks, step, config):
     def reject(why):
         show_rejected(f"step {step}, {why}")
 
-    found, update = [], update_rules(tokenizer)[config.update]
+    found, update = [], update_rule(config.update, tokenizer)
     longest = config.max_len - config.max_new_tokens
     with unsharded(models.student):  # by all ranks, with tasks or without
         if envs:
             found = rollout(sample, tokenizer, envs, update, longest, None, ends, reject)
     kept = [i for i, trajectory in enumerate(found) if trajectory is not None]
     if not sum(gather(len(kept))):
-        raise ValueError(f"step {step}: all {len(tasks)} examples are longer than --max_len allows")
+        raise ValueError(f"step {step}: all {len(batch)} examples are longer than --max_len allows")
     return [envs[i] for i in kept], [found[i] for i in kept]
 
 
@@ -316,28 +329,48 @@ class Batch:
     values: Tensor  # (N,)
     advantages: Tensor  # (N,)
     returns: Tensor  # (N,)
-    teacher_hidden: Tensor | None  # (N, H_T)
+    teacher_hidden: Tensor | None  # (N + R, H_T): R tokens of --replay follow, in Eq. 7 alone
+    teacher_mask: Tensor  # m_T, (N + R,)
 
     def __getitem__(self, rows):
         columns = [getattr(self, column.name) for column in fields(self)]
         return Batch(*(None if x is None else x[rows] for x in columns))
 
 
-def update_policy(models, packs, batch, config, step=0):
+def teacher_mask(trajectories, tokenizer, config):
+    """m_T of Eq. 7, (N,) bool: the action tokens of the role --teacher_on."""
+    chosen = []
+    for action in call_ids(trajectories)[1]:
+        roles = ["all"] * len(action)
+        if config.teacher_on != "all":
+            roles = token_roles(action, tokenizer)
+        chosen += [role == config.teacher_on for role in roles]
+    return torch.tensor(chosen, dtype=torch.bool, device=config.device)
+
+
+def update_policy(models, packs, batch, config, step=0, replay_packs=()):
     """Eq. 7, 10, 11 and the value loss: `ppo_epochs` updates, and the last one's metrics. Sums are
-    divided by the N of the whole batch, so that max_tokens, share and ranks change nothing."""
-    N = sum(gather(len(batch.logp_old)))
-    metrics = {}
+    divided by the counts of the whole batch, so that max_tokens, share and ranks change nothing."""
+    n = len(batch.logp_old)
+    counts = (n, batch.teacher_mask[:n].sum().item(), batch.teacher_mask[n:].sum().item())
+    N, N_own, N_replay = map(sum, zip(*gather(counts)))
+    metrics = {"replay_tokens": N_replay} if replay_packs else {}
     for epoch in range(config.ppo_epochs):
         sums, max_logratio = Counter(), 0.0
         start = 0
-        for packed in packs:
+        for i, packed in enumerate([*packs, *replay_packs]):
             rows = slice(start, start + len(packed.action_ids))
             start = rows.stop
             part = batch[rows]
-            objective = actor_objective(packed, part, models.teacher_head, N, config)
+            counts = (N, N_own + N_replay)
+            objective = actor_objective(packed, part, models.teacher_head, counts, config)
             loss, found = loss_of(models.student, packed, config.temperature, objective)
             backward(loss)
+            teacher_kl = found.pop("teacher_kl").sum().item()
+            if i >= len(packs):  # the critic learns from the batch's own states
+                sums["replay_kl"] += teacher_kl / max(N_replay, 1)
+                continue
+            sums["teacher_kl"] += teacher_kl / max(N_own, 1)
             values = values_of(models.critic, packed)
             value = losses.value_loss(values, part.values, part.returns, config.value_clip)
             backward(value.sum() / N)
@@ -360,22 +393,26 @@ def update_policy(models, packs, batch, config, step=0):
     return metrics
 
 
-def actor_objective(packed, batch, teacher_head, N, config):
-    """Eq. 11 as a function of a few tokens' logits, for `losses.chunked_loss`."""
+def actor_objective(packed, batch, teacher_head, counts, config):
+    """Eq. 11 as a function of a few tokens' logits, for `losses.chunked_loss`. counts: tokens of
+    the whole batch, and of m_T. Replayed tokens have no log pi_old: Eq. 7 alone is left of it."""
     if batch.teacher_hidden is not None and teacher_head is None:
         raise ValueError("the batch has teacher_hidden, and there is no teacher_head to read it")
 
     def objective(logits, rows):  # (n, V), and which tokens of the pack they are
         now = batch[rows]
         T, clip = config.temperature, config.clip_coef
-        logp = losses.log_prob(logits, packed.action_ids[rows])
-        entropy = losses.entropy(logits)
+        n = len(now.logp_old)
+        logp = losses.log_prob(logits, packed.action_ids[rows])[:n]
+        entropy = losses.entropy(logits)[:n]
         ppo, approx_kl, clipfrac = losses.ppo_loss(logp, now.logp_old, now.advantages, clip)
-        kl = torch.zeros_like(logp)
+        kl = logits.new_zeros(len(logits))
         if now.teacher_hidden is not None:
             teacher_logits = losses.head_logits(now.teacher_hidden, teacher_head, T)  # (n, V_T)
             kl = losses.reverse_kl(logits, teacher_logits)
-        loss = losses.actor_loss(ppo, entropy, kl, config.entropy_coef, config.distill_coef, N, N)
+        coefs = (config.entropy_coef, config.distill_coef)
+        loss = losses.actor_loss(ppo, entropy, kl, *coefs, *counts, now.teacher_mask)
+        kl = kl.where(now.teacher_mask, 0)
         metrics = {"ppo_loss": ppo, "entropy": entropy, "teacher_kl": kl, "approx_kl": approx_kl}
         return loss, metrics | {"clipfrac": clipfrac, "logratio": logp - now.logp_old}
 
@@ -434,7 +471,7 @@ def sft_batch(step, longest, respond, tokenizer, config):
             env.turns_left = rng.randint(2, env.turns_left)
         envs.append(env)
         n += k
-    update = update_rules(tokenizer)[config.update]
+    update = update_rule(config.update, tokenizer)
     return call_ids(rollout(scripted(respond, tokenizer, envs), tokenizer, envs, update))[:2]
 
 
@@ -488,8 +525,8 @@ def sft(config):
     torch.manual_seed(config.seed)
     check_run(config)
     tokenizer, student = load_model(config.student, config)
-    trajectories = replay(config.sft_data, tokenizer, update_rules(tokenizer)[config.update])
-    trajectories = without_long_turns(trajectories, config)
+    trajectories = replay(config.sft_data, tokenizer, update_rule(config.update, tokenizer))
+    trajectories = without_long_turns(trajectories, config.sft_data, config)
     run = open_run(config)
     n, batches = config.tasks_per_step, []
     for epoch in range(config.sft_epochs):
@@ -516,16 +553,35 @@ def sft(config):
             save_all(run, step + 1, trained, tokenizer, [], config.keep)
 
 
-def without_long_turns(trajectories, config):
-    """SFT's examples are single turns: those that fit into max_len (Section 3.3)."""
+def token_roles(action_ids, tokenizer):
+    """What each token of a response writes, by the tags of env.py: memory up to </think>, and from
+    there a query or an answer."""
+
+    def closed(k):
+        return "</think>" in tokenizer.decode(action_ids[:k])
+
+    n = bisect_left(range(len(action_ids)), True, key=closed)
+    rest = "query" if "<search>" in tokenizer.decode(action_ids) else "answer"
+    return ["memory"] * n + [rest] * (len(action_ids) - n)
+
+
+def pick_replay(recorded, step, config):
+    """This rank's part of the recorded trajectories that are replayed in a step."""
+    n = max(1, round(config.replay_share * config.tasks_per_step)) if recorded else 0
+    picked = random.Random(f"replay {config.seed} {step}").choices(recorded or [None], k=n)
+    return picked[rank() :: world()]
+
+
+def without_long_turns(trajectories, file, config):
+    """SFT and --replay take single turns: those that fit into max_len (Section 3.3)."""
     kept, n = [], 0
     for trajectory in trajectories:
         sizes = [len(call.prompt_ids + call.action_ids) for call in trajectory.calls]
         calls = [call for call, size in zip(trajectory.calls, sizes) if size <= config.max_len]
         kept += [replace(trajectory, calls=calls)] if calls else []
         n += len(sizes) - len(calls)
-    if not kept:
-        raise ValueError(f"{config.sft_data}: no turn in it fits into --max_len {config.max_len}")
+    if trajectories and not kept:
+        raise ValueError(f"{file}: no turn in it fits into --max_len {config.max_len}")
     if n:
         print0(f"{n} turns are longer than --max_len {config.max_len} and left out")
     return kept
@@ -573,56 +629,64 @@ def open_data(config):
 
 
 def check_tasks(tokenizer, tasks, config):
-    """Raise ValueError where the tasks of a length, trained or tested, cannot fit."""
+    """Raise ValueError where an environment lacks something, or where the tasks of a length,
+    trained or tested, cannot fit."""
     horizons = config.horizons if config.eval_questions else []
     for split, k in [("train", config.horizon), *(("test", k) for k in horizons)]:
-        envs = make_envs(tasks(split, 8, k), tokenizer, config)
+        envs = tasks(split, 8, k)
+        if not envs and split == "train":
+            raise ValueError(f"there are no tasks of length {k} to train on")
+        for env in envs:
+            check_environment(env, "score")
         limits = (config.max_new_tokens, config.max_obs, config.max_len)
         if envs:
             check_room(tokenizer, envs, *limits)
 
 
-def make_envs(tasks, tokenizer, config):
-    """Fresh episodes of (task, retriever) pairs, observations measured in tokens."""
+def search_tasks(data, tokenizer, config):
+    """`tasks` of `train` for the pairs of `open_data`, observations measured in tokens."""
     settings = {"length": lambda text: len(encode_text(tokenizer, text))}
     settings |= {"reward": config.reward, "top_k": config.top_k, "budget": config.max_obs}
-    return [SearchEnv(task, retriever, **settings) for task, retriever in tasks]
+
+    def tasks(*asked):
+        return [SearchEnv(task, retriever, **settings) for task, retriever in data(*asked)]
+
+    return tasks
 
 
-def run_episodes(model, tasks, models, config, title=None):
-    """Greedy episodes of one of the models: environments, means of METRICS, trajectories."""
-    tokenizer = models.tokenizer
-    envs = make_envs(tasks, tokenizer, config)
+def run_episodes(model, envs, models, config, title=None):
+    """Greedy episodes of one of the models: means of scores and costs, and trajectories."""
     settings = (config.update, config.max_new_tokens, config.max_len)
     title = title if rank() == 0 else None
     with on_device(model, config), unsharded(model):
         if not envs:
-            return envs, {}, []
-        return envs, *evaluate(model, tokenizer, envs, *settings, progress=title)
+            return {}, []
+        return evaluate(model, models.tokenizer, envs, *settings, progress=title)
 
 
 def print_learned(models, tasks, config):
-    """Of 32 held-out tasks the first that the student gets right and the reference wrong, else the
-    first one, as both do it; a training task where none is held out."""
-    candidates = tasks("test", 32, config.horizon)
-    kind = "held-out" if candidates else "training"
-    candidates = candidates or tasks("train", 1, config.horizon)
-    old, _, before = run_episodes(models.reference, candidates, models, config)
-    new, _, after = run_episodes(models.student, candidates, models, config)
-    shown = 0
-    for i in reversed(range(len(candidates))):
-        if old[i].score()[0] < new[i].score()[0] == len(new[i].task.questions) and before[i]:
-            shown = i
-    answers = " ; ".join(accepted[0] for accepted in new[shown].task.answers)
-    for when, trajectories in (("before", before), ("after", after)):
-        print0(f"\n--- one {kind} task {when} training; the answers are {answers}")
-        if trajectories[shown]:
-            print0(format_trajectory(trajectories[shown], models.tokenizer))
+    """Of 32 held-out tasks the one whose first score rose most from reference to student, as both
+    do it; a training task where none is held out."""
+    kind, asked = "held-out", ("test", 32, config.horizon)
+    if not tasks(*asked):
+        kind, asked = "training", ("train", 1, config.horizon)
+    old, new = tasks(*asked), tasks(*asked)
+    _, before = run_episodes(models.reference, old, models, config)
+    _, after = run_episodes(models.student, new, models, config)
+    gains = []
+    for one, other in zip(old, new):
+        gains.append(next(iter(other.score().values())) - next(iter(one.score().values())))
+    i = gains.index(max(gains))
+    for when, env, trajectory in (("before", old[i], before[i]), ("after", new[i], after[i])):
+        scores = ", ".join(f"{name} {x:g}" for name, x in env.score().items())
+        print0(f"\n--- one {kind} task {when} training: {scores}")
+        if trajectory:
+            print0(format_trajectory(trajectory, models.tokenizer))
 
 
 def final_table(models, tasks, run, config):
     """Print and write the last table: every model on every horizon, on the same held-out tasks."""
-    if not config.eval_questions or not tasks("test", 1, 1):
+    if not config.eval_questions or not tasks("test", 1, config.horizons[0]):
         return
     start = "reference" if config.reference else "warm_start"
     compared = {start: models.reference, "student": models.student}
@@ -630,15 +694,16 @@ def final_table(models, tasks, run, config):
         compared["teacher"] = models.teacher
     rows = []
     for k in config.horizons:
-        ours = tasks("test", max(1, config.eval_questions // k), k)[rank() :: world()]
         for name, model in compared.items():
-            _, metrics, _ = run_episodes(model, ours, models, config, f"Q{k}, {name}")
-            total, clocks = Counter(), [0.0]
+            ours = tasks("test", max(1, config.eval_questions // k), k)[rank() :: world()]
+            metrics, _ = run_episodes(model, ours, models, config, f"Q{k}, {name}")
+            total, n_tasks, clocks = Counter(), 0, [0.0]
             for n, theirs in gather((len(ours), metrics)):
-                total.update(n=n, **{metric: n * x for metric, x in theirs.items()})
+                total.update({metric: n * x for metric, x in theirs.items()})
                 clocks.append(n * theirs.get("seconds", 0.0))
+                n_tasks += n
             total["seconds"] = max(clocks)  # ranks work at the same time
-            rows.append((f"Q{k}", name, {metric: total[metric] / total["n"] for metric in METRICS}))
+            rows.append((f"Q{k}", name, {metric: x / n_tasks for metric, x in total.items()}))
     text = "\n".join(table(rows))
     if rank() == 0:
         write(run / "table.md", text + "\n")
@@ -648,17 +713,18 @@ def final_table(models, tasks, run, config):
 def batch_metrics(envs, trajectories, packs, growth, config):
     """Means and counts over the batch of all ranks. growth: log pi_old - log pi_ref, (N,)."""
     ours = Counter(tasks=len(envs), reference_kl=growth.clamp(min=0).sum().item())
-    for env in envs:
-        em, f1 = env.score()
-        ours.update(em=em, f1=f1, answered=env.answers is not None)
+    scores = [env.score() for env in envs]
     for call in [call for trajectory in trajectories for call in trajectory.calls]:
         n = len(call.action_ids)
         ours.update(calls=1, reward=call.reward, action_tokens=n, tokens=len(call.prompt_ids) + n)
     ours["packed"] = sum(len(packed.input_ids) for packed in packs if len(packed.action_ids))
-    total = Counter()
+    total, scores = Counter(), sum(gather(scores), [])
     for theirs in gather(ours):
         total.update(theirs)
-    means = {name: total[name] / total["tasks"] for name in ("reward", "em", "f1", "answered")}
+    means = {name: 0.0 for name in scores[0]}
+    for score in scores:
+        means = {name: mean + score[name] / len(scores) for name, mean in means.items()}
+    means["reward"] = total["reward"] / total["tasks"]
     means["reference_kl"] = total["reference_kl"] / total["action_tokens"]
     means["tokens_saved"] = 1 - total["packed"] / total["tokens"]
     means["rejected"] = config.tasks_per_step - total["tasks"]
@@ -896,7 +962,7 @@ def with_empty_packs(packs, config):
 # ---- files, and what people see ------------------------------------------------------------------
 
 STEP_LINE = (
-    "step {step:3d}  reward {reward:.2f}  answered {answered:.2f}  teacher_kl {teacher_kl:.3f}  "
+    "step {step:3d}  reward {reward:.2f}  teacher_kl {teacher_kl:.3f}  "
     "entropy {entropy:.3f}  clipfrac {clipfrac:.3f}  logp_mismatch {logp_mismatch:.0e}"
 )
 
@@ -1043,7 +1109,7 @@ def open_run(config):
         run.mkdir(parents=True, exist_ok=True)
         for folder in (run, run / "checkpoints"):
             finish_folders(folder)
-        write(run / "config.json", json.dumps(asdict(config), indent=1) + "\n")
+        write(run / "config.json", json.dumps(asdict(config), indent=1, default=str) + "\n")
     gather(None)
     return run
 
@@ -1138,18 +1204,21 @@ def find_problems(config):
         (c.stage == "warm_start" and c.student,
          "--stage warm_start makes the toy's models, and takes no --student"),
         (lone_model, "--student and --teacher go together (with --distill none, --student alone)"),
+        (c.replay and c.distill == "none", "--replay is for Eq. 7: --distill none has none"),
         ((c.reference or c.critic) and not c.student, "--reference and --critic need a --student"),
     ]  # fmt: skip
     return problems + [message for wrong, message in rules if wrong]
 
 
-def main():
+def main(args=None, tasks=None, update=None):
+    """The command. A script hands in tasks of its own (see `train`) and an update rule U."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # for one process
-    config = parse_config()
+    config = parse_config(args)
+    config = replace(config, update=update or config.update)
     with command("train.py", f"; what was computed is in {config.run_dir}"):
         try:
             config = join(config)
-            sft(config) if config.stage == "sft" else train(config)
+            sft(config) if config.stage == "sft" else train(config, tasks)
         except FloatingPointError as error:
             raise SystemExit(f"train.py: {error}; {last_good(Path(config.run_dir))}") from None
         except RuntimeError as error:  # out of memory, or another rank that is gone

@@ -31,6 +31,7 @@ from rollout import call_ids, call_names, check_tokenizers, command, end_ids
 from rollout import generate, history_ids, load
 from rollout import load_trajectories, rollout, scripted, stop_on, task_generators, toy_model
 from rollout import train_tokenizer, update_rules
+from train import token_roles
 
 CORRUPTIONS = list(corrupted([]))  # of Figure 3b
 
@@ -132,7 +133,7 @@ def audit_teacher(teacher, trajectories, clip_coef=0.2, tokenizer=None):
     rows, n = {title: [] for title in titles}, 0  # the action tokens of each
     for trajectory in trajectories:
         for t, call in enumerate(trajectory.calls):
-            roles = token_roles(call, tokenizer)
+            roles = token_roles(call.action_ids, tokenizer) if tokenizer else []
             for k in range(len(call.action_ids)):
                 rows["after it" if t else "before the first memory update"].append(n)
                 if t and tokenizer:
@@ -142,19 +143,6 @@ def audit_teacher(teacher, trajectories, clip_coef=0.2, tokenizer=None):
     history = found["history"]
     table = {title: history[at].summary(clip_coef) for title, at in rows.items() if at}
     return table, found["packing"]
-
-
-def token_roles(call, tokenizer):
-    """What each action token writes in the search protocol: memory up to </think>, then a query or
-    an answer. Without a tokenizer nothing is told apart."""
-    if tokenizer is None:
-        return [""] * len(call.action_ids)
-    rest = "query" if "<search>" in tokenizer.decode(call.action_ids) else "answer"
-    roles = []
-    for k in range(len(call.action_ids)):
-        written = tokenizer.decode(call.action_ids[:k])
-        roles.append(rest if "</think>" in written else "memory")
-    return roles
 
 
 # ---- representations, and what they are made from ------------------------------------------------

@@ -27,7 +27,7 @@ import torch
 from tqdm import tqdm
 
 from env import toy_envs
-from eval import METRICS, evaluate, markdown, read_records, same_settings
+from eval import COSTS, evaluate, markdown, read_records, same_settings
 from experiments.audit import audit_teacher
 from pack import action_hidden, pack_all
 from rollout import call_ids, command, load, load_trajectories, write
@@ -180,8 +180,7 @@ def evaluated(folder, teacher_folder, args):
             envs = toy_envs("test", max(1, args.n // k), k, top_k=2)
             settings = {"temperature": temperature, "progress": f"Q{k}, {mode}"}
             means, trajectories = evaluate(model, tokenizer, envs, **settings)
-            means["f1"] = [round(env.score()[1], 4) for env in envs]
-            means["answered"] = mean(env.answers is not None for env in envs)
+            means["f1"] = [round(env.score()["f1"], 4) for env in envs]
             means["habits"] = habits_of(envs, trajectories, tokenizer)
             sets[mode][f"Q{k}"] = means
             if teacher and temperature:
@@ -329,7 +328,7 @@ def means_of(folder):
         if not records:
             raise ValueError(f"{file}: no records in it")
         sets[file.stem] = {}
-        for metric in METRICS:
+        for metric in ("em", "f1", *COSTS):
             sets[file.stem][metric] = mean(record[metric] for record in records)
     return sets
 
@@ -338,7 +337,7 @@ def table1(found):
     """The layout of Table 1 for {model: [{set: {metric: mean over tasks}}, a dict per seed]}: for
     every set the mean and the standard deviation over seeds, and the change of F1 against the first
     model."""
-    columns = ["set", "model", "runs", "EM", "F1", "change of F1", *METRICS[2:]]
+    columns = ["set", "model", "runs", "EM", "F1", "change of F1", *COSTS]
     rows = []
     sets = next(iter(found.values()))[0]
     for k in sorted(sets, key=lambda k: (len(k), k)):
@@ -347,7 +346,7 @@ def table1(found):
             if k not in seeds[0]:
                 continue
             runs = {}
-            for metric in METRICS:
+            for metric in ("em", "f1", *COSTS):
                 runs[metric] = [sets[k][metric] for sets in seeds]
             f1 = mean(runs["f1"])
             first = f1 if first is None else first

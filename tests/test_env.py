@@ -148,15 +148,16 @@ def test_answers_belong_to_questions_in_order(answer, em, f1):
     response = f"<think> m </think> <answer> {answer} </answer>"
     env = two_questions()
     assert env.step(response) == ("", em, True)
-    assert env.score() == (em, f1)
+    assert list(env.score().values())[:2] == [em, f1]
     assert two_questions(reward="f1").step(response) == ("", f1, True)
 
 
 def test_by_mem1s_rule_every_question_needs_an_answer():
     env = two_questions()
     env.step("<answer> Rome </answer>")
-    assert env.score() == (1, 1)
-    assert env.score("mem1") == (0, 0)
+    assert env.score() == {"em": 1, "f1": 1, "answered": 1, "solved": 0}
+    env.scores = "mem1"
+    assert env.score() == {"em": 0, "f1": 0, "answered": 1, "solved": 0}
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ def test_malformed_response_ends_with_nothing(response):
     answer tags, too."""
     env = two_questions()
     assert env.step(response) == ("", 0.0, True)
-    assert env.score() == (0, 0)
+    assert env.score()["em"] == env.score()["f1"] == 0
     assert "<answer>" in PROTOCOL
     assert PROTOCOL in env.prompt() and "q1 ; q2" in env.prompt()
 
@@ -201,7 +202,7 @@ def test_first_action_wins():
     env = two_questions()
     observation, _, done = env.step("<search> beta </search> <answer> Rome </answer>")
     assert not done and "( U ) alpha beta" in observation
-    assert env.score() == (0, 0)
+    assert env.score()["em"] == env.score()["f1"] == 0
     assert "nothing found" in env.step("<search> zzz </search>")[0]
 
 
@@ -629,7 +630,7 @@ def test_expert_solves_every_task_from_its_memory_alone(k):
             amnesiac.response, amnesiac.observation = env.response, env.observation
             assert ToyWiki.expert(amnesiac) == response
             _, _, done = env.step(response)
-        assert env.score() == (k, k) and k < calls <= 2 * k + 1
+        assert env.score()["em"] == env.score()["f1"] == k and k < calls <= 2 * k + 1
 
 
 def play(env, **habits):
@@ -665,7 +666,7 @@ def test_the_habit_of_the_first_hop(k):
     for env in toy_envs("test", 400, 1):
         if env.task.questions[0].count(" of ") == 2:
             play(env, first_hop=0.5)
-            halves.append(env.score()[0])
+            halves.append(env.score()["em"])
     assert 0.4 < sum(halves) / len(halves) < 0.6 and len(halves) > 100
 
 
@@ -695,7 +696,7 @@ def test_on_the_last_turn_the_expert_answers_with_what_it_knows(turns):
         known = [accepted[0] for accepted in env.task.answers]
         answers = [answer for answer in env.answers if answer]
         assert answers == known[: len(answers)]
-        scores.append(env.score()[0])
+        scores.append(env.score()["em"])
         assert scores[-1] == len(answers) >= (turns - 1) // 2
     assert max(scores) > min(scores)
 
@@ -741,7 +742,7 @@ def test_toy_texts_are_what_a_model_of_the_toy_reads_and_writes():
     assert env.prompt() in texts
     for response, observation, _ in expert_episode(env):
         assert response in texts and observation in texts
-    assert env.score() == (3, 3)
+    assert env.score() == {"em": 3, "f1": 3, "answered": 1, "solved": 1}
 
 
 # ---- the commands --------------------------------------------------------------------------------

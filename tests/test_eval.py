@@ -9,7 +9,7 @@ import eval as eval_file
 import rollout
 from conftest import here
 from env import ToyWiki, toy_envs
-from eval import METRICS, dependency, evaluate, markdown, peak, read_records, same_settings, table
+from eval import COSTS, dependency, evaluate, markdown, peak, read_records, same_settings, table
 from rollout import Call, Trajectory
 from test_rce import TOKENIZER
 from tiny import tiny
@@ -55,7 +55,7 @@ def test_evaluate_sums_over_questions_and_means_over_tasks(respond, expected, mo
     envs = toy_envs("test", 10, 2)
     speak(monkeypatch, respond)
     metrics, trajectories = evaluate(None, TOKENIZER, envs, max_len=10_000, batch_size=4)
-    assert list(metrics) == list(METRICS)
+    assert list(metrics) == ["em", "f1", "answered", "solved", *COSTS]
     assert metrics["em"] == metrics["f1"] == expected and metrics["seconds"] > 0
     assert [trajectory.task_id for trajectory in trajectories] == task_ids(envs)
     assert metrics["peak"] == mean(map(peak, trajectories))
@@ -65,8 +65,8 @@ def test_evaluate_sums_over_questions_and_means_over_tasks(respond, expected, mo
 def test_another_definition_of_the_scores_and_of_the_costs(monkeypatch):
     """By MEM1's rule one answer to two questions scores nothing, and q costs nothing."""
     speak(monkeypatch, first_only)
-    envs = toy_envs("test", 4, 2)
-    settings = {"max_len": 10_000, "scores": "mem1", "with_q": False}
+    envs = toy_envs("test", 4, 2, scores="mem1")
+    settings = {"max_len": 10_000, "with_q": False}
     metrics, trajectories = evaluate(None, TOKENIZER, envs, **settings)
     assert metrics["em"] == metrics["f1"] == 0
     assert metrics["peak"] == mean(peak(trajectory, False) for trajectory in trajectories)
@@ -137,7 +137,7 @@ def test_right_episodes_are_kept_as_text(tmp_path, monkeypatch):
     for turn in kept[0]["turns"]:
         observation, _, _ = replayed.step(turn["response"])
         assert turn == {"response": turn["response"], "observation": observation}
-    assert replayed.score() == (2, 2)
+    assert replayed.score()["em"] == 2
 
 
 def test_records_of_other_settings_are_not_mixed(tmp_path):

@@ -112,13 +112,14 @@ def test_noise_is_that_of_the_place_on_any_number_of_ranks(monkeypatch):
     model, drawn = tiny(vocab_size=len(TOKENIZER)), {}
     models = SimpleNamespace(tokenizer=TOKENIZER, student=model)
     config = Config(max_new_tokens=6, max_obs=50, max_len=900, tasks_per_step=4, device="cpu")
-    tasks = [(Task("same", ("who",), (("x",),)), SqliteRetriever(WIKI))] * 4
+    task = Task("same", ("who",), (("x",),))
     monkeypatch.setattr(train_file, "gather", lambda x: [x])
     for ranks in (1, 2):
         monkeypatch.setattr(train_file, "world", lambda: ranks)
         for rank in range(ranks):
             monkeypatch.setattr(train_file, "rank", lambda: rank)
-            _, trajectories = train_file.roll_out(models, tasks, 3, config)
+            envs = [SearchEnv(task, SqliteRetriever(WIKI), budget=50) for _ in range(4)]
+            _, trajectories = train_file.roll_out(models, envs, 3, config)
             for i, t in enumerate(trajectories):
                 drawn[ranks, rank + i * ranks] = t.calls[0].action_ids
     assert all(drawn[1, place] == drawn[2, place] for place in range(4))
@@ -494,10 +495,10 @@ def test_ppo_is_right_where_the_ratio_overflows(logratio, advantage):
 def test_seconds_per_task_do_not_grow_with_the_ranks(tmp_path, monkeypatch):
     """Two ranks, 4 and 2 tasks at once in 8 and 6 seconds: 8 / 6 a task. And a --reference is
     called one."""
-    metrics = dict.fromkeys(eval_file.METRICS, 1.0)
+    metrics = dict.fromkeys(("em", "f1", *eval_file.COSTS), 1.0)
     ranks = [(4, {**metrics, "seconds": 2.0}), (2, {**metrics, "seconds": 3.0})]
     monkeypatch.setattr(train_file, "gather", lambda x: ranks)
-    monkeypatch.setattr(train_file, "run_episodes", lambda *args: (None, metrics, None))
+    monkeypatch.setattr(train_file, "run_episodes", lambda *args: (metrics, None))
     models = SimpleNamespace(reference=None, student=None, teacher=None)
     config = Config(horizons=[2], reference="r")
     train_file.final_table(models, lambda split, n, k: [0] * 6, tmp_path, config)
@@ -514,7 +515,8 @@ def test_train_and_eval_measure_an_observation_alike(tmp_path):
     )
     text = "a b c d e"
     right = len(tokenizer.encode(text, add_special_tokens=False))
-    (env,) = train_file.make_envs([(Task("t", ("q",), (("a",),)), None)], tokenizer, Config())
+    pair = (Task("t", ("q",), (("a",),)), None)
+    (env,) = train_file.search_tasks(lambda *asked: [pair], tokenizer, Config())("train", 1, 1)
     assert env.length(text) == right
     tiny("llama", vocab_size=len(tokenizer)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -522,7 +524,7 @@ def test_train_and_eval_measure_an_observation_alike(tmp_path):
 
     def stop(model, tokenizer, envs, *rest):
         measured.append(envs[0].length(text))
-        return dict.fromkeys(eval_file.METRICS, 0.0), []
+        return dict.fromkeys(eval_file.COSTS, 0.0), []
 
     args = parse([str(tmp_path), "--horizons", "1", "--max_len", "2000", "--device", "cpu"])
     with pytest.MonkeyPatch.context() as patch:
@@ -571,11 +573,13 @@ def test_a_long_example_is_rejected_and_the_others_go_on():
 
 def test_training_leaves_a_long_example_out_and_counts_it(monkeypatch, capsys):
     """The batch is what is left; a batch of which nothing is left says so."""
-    tasks = [(Task(f"t{i}", ("who " * (400 if i == 1 else 1),), (("x",),)), SqliteRetriever(WIKI))
-             for i in range(3)]  # fmt: skip
+    batch = []
+    for i in range(3):
+        task = Task(f"t{i}", ("who " * (400 if i == 1 else 1),), (("x",),))
+        batch.append(SearchEnv(task, SqliteRetriever(WIKI), budget=50))
     models = SimpleNamespace(tokenizer=TOKENIZER, student=tiny(vocab_size=len(TOKENIZER)))
     config = Config(max_new_tokens=4, max_obs=50, max_len=600, tasks_per_step=3, device="cpu")
-    envs, trajectories = train_file.roll_out(models, tasks, 0, config)
+    envs, trajectories = train_file.roll_out(models, batch, 0, config)
     assert [env.task.id for env in envs] == [t.task_id for t in trajectories] == ["t0", "t2"]
     assert "step 0, task t1, call 0" in capsys.readouterr().err
     calls = pack(*[[c.prompt_ids for t in trajectories for c in t.calls],
@@ -584,7 +588,7 @@ def test_training_leaves_a_long_example_out_and_counts_it(monkeypatch, capsys):
     metrics = train_file.batch_metrics(envs, trajectories, [calls], growth, config)
     assert metrics["rejected"] == 1
     with pytest.raises(ValueError, match="all 1 examples are longer"):
-        train_file.roll_out(models, tasks[1:2], 0, config)
+        train_file.roll_out(models, batch[1:2], 0, config)
 
 
 def test_evaluation_counts_a_long_task_as_not_solved(tmp_path, monkeypatch):
@@ -617,11 +621,11 @@ def test_sft_leaves_long_turns_out_before_its_first_step(capsys):
     """Turn by turn; with nothing left it is an error."""
     calls = [Call([1] * n, [2] * 3, [0.0] * 3, []) for n in (5, 20, 6)]
     trajectories = [Trajectory("a", 1, calls), Trajectory("b", 1, calls[1:2])]
-    (kept,) = train_file.without_long_turns(trajectories, Config(max_len=10))
+    (kept,) = train_file.without_long_turns(trajectories, "f", Config(max_len=10))
     assert kept.calls == [calls[0], calls[2]]
     assert "2 turns are longer than --max_len 10" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="no turn in it fits"):
-        train_file.without_long_turns(trajectories, Config(max_len=5, sft_data="f"))
+    with pytest.raises(ValueError, match="f: no turn in it fits"):
+        train_file.without_long_turns(trajectories, "f", Config(max_len=5))
 
 
 LINE = {"task": "t", "em": 1.0, "f1": 1.0, "peak": 1, "dependency": 1, "seconds": 1.0}
@@ -926,9 +930,9 @@ def test_plain_ids_are_lists_of_int():
 def test_teacher_states_need_their_head():
     packed = pack([[1, 2]], [[3, 4]])
     x = torch.zeros(2)
-    batch = Batch(x, x, x, x, torch.zeros(2, 8))
+    batch = Batch(x, x, x, x, torch.zeros(2, 8), torch.ones(2, dtype=torch.bool))
     with pytest.raises(ValueError, match="teacher_head"):
-        actor_objective(packed, batch, None, 2, Config())
+        actor_objective(packed, batch, None, (2, 2), Config())
 
 
 # ---- surroundings --------------------------------------------------------------------------------
@@ -993,7 +997,7 @@ def test_a_hub_name_in_the_records_is_the_name(tmp_path, monkeypatch):
     """Not a path below the working directory; a folder is its whole path."""
     model, seen = tiny("llama", vocab_size=len(TOKENIZER)), []
     monkeypatch.setattr(eval_file, "load", lambda path, device: (TOKENIZER, model))
-    monkeypatch.setattr(eval_file, "evaluate", lambda *a: (dict.fromkeys(eval_file.METRICS, 0), []))
+    monkeypatch.setattr(eval_file, "evaluate", lambda *a: (dict.fromkeys(eval_file.COSTS, 0), []))
     monkeypatch.setattr(
         eval_file, "same_settings", lambda folder, ours: seen.append(ours) or folder
     )

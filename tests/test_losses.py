@@ -364,9 +364,9 @@ def test_editing_reverse_kl_changes_training(direction, monkeypatch):
         monkeypatch.setattr(losses, "reverse_kl", forward_kl)
     with torch.no_grad():
         teacher_hidden = action_hidden(teacher, packed) if direction != "no teacher" else None
-    batch = Batch(logp.detach(), advantages, advantages, advantages, teacher_hidden)
+    batch = Batch(logp.detach(), advantages, advantages, advantages, teacher_hidden, logp == logp)
     config = replace(Config(), temperature=T, entropy_coef=0.01, distill_coef=0.5)
-    objective = actor_objective(packed, batch, teacher.lm_head.weight, N, config)
+    objective = actor_objective(packed, batch, teacher.lm_head.weight, (N, N), config)
     loss, metrics = loss_of(student, packed, T, objective)
     loss.backward()
     assert_close(metrics["teacher_kl"], kl[direction].detach())

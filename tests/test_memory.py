@@ -174,7 +174,7 @@ def test_an_update(config_of, shape, checkpointing):
             values = torch.cat([values_of(critic, packed) for packed in packs])
             hidden = torch.cat([hidden_of(teacher, packed) for packed in packs])
         N = len(logp)
-        return packs, Batch(logp, values, torch.randn(N), torch.randn(N), hidden)
+        return packs, Batch(logp, values, torch.randn(N), torch.randn(N), hidden, logp == logp)
 
     update_policy(models, *two_packs(8), config)  # makes the moments
     weights = [*student.parameters(), *critic.parameters()]

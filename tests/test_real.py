@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from env import STOP, SearchEnv, toy_envs
+from env import SearchEnv, toy_envs
 from rce import independent_logits, rce
 from rollout import call_ids, encode_prompt, generate, mem1, rollout, stop_on, task_generators
 
@@ -67,7 +67,7 @@ def test_stop_with_the_real_qwen_tokenizer():
     """`</search>` ends in `>` alone, or in one token with the line break after it: both stop, and
     only at their end. q ends with the generation prompt."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder("MEMOPD_TOKENIZER"))
-    stop = stop_on(tokenizer, STOP)
+    stop = stop_on(tokenizer, SearchEnv.stop)
     for text in ("<search> a </search>", "<search> a </search>\n", "<answer> a </answer>\n\n"):
         ids = tokenizer.encode(text)
         assert stop(ids) and not any(stop(ids[:n]) for n in range(1, len(ids)))

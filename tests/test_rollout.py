@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import rollout as rollout_file
-from env import STOP
+from env import SearchEnv
 from rce import independent_logits
 from rollout import (
     Call,
@@ -480,7 +480,7 @@ def test_stop_is_about_text(text, over):
     """A stop string counts in whatever tokens it comes, also with more text in its last token; what
     only looks like it does not."""
     merged = train_tokenizer(["x</search>\ny </search>.z"] * 3, 400)
-    stop = stop_on(merged, STOP)
+    stop = stop_on(merged, SearchEnv.stop)
     assert stop(merged.encode(text)) is over
     assert stop([5, merged.eos_token_id]) and not stop([5])
 
