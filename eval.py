@@ -81,10 +81,11 @@ def evaluate(
             line = {"task": names[place], "asked": asked[place], **env.score()}
             line |= {"peak": 0.0, "dependency": 0.0, "seconds": seconds, "calls": 0, "said": ""}
             if trajectory is not None:
+                last = without_end(trajectory.calls[-1].action_ids, ends)
                 line["peak"] = peak(trajectory, with_q)
                 line["dependency"] = dependency(trajectory, with_q)
                 line["calls"] = len(trajectory.calls)
-                line["said"] = tokenizer.decode(without_end(trajectory.calls[-1].action_ids, ends))
+                line["said"] = tokenizer.decode(last)
             done[names[place]] = line
             lines.append(line)
             if trajectory is not None and line.get("solved"):
@@ -170,8 +171,9 @@ def table(rows):
     forms = {"peak": ".0f", "dependency": ".0f"}
     for i, (name, model, metrics) in enumerate(rows):
         cells = [format(x, forms.get(metric, ".3f")) for metric, x in metrics.items()]
-        columns = ["set", "model", *(titles.get(metric, metric) for metric in metrics)]
-        yield from islice(markdown(columns, [[name, model, *cells]]), 2 if i else 0, None)
+        columns = [titles.get(metric, metric) for metric in metrics]
+        lines = markdown(["set", "model", *columns], [[name, model, *cells]])
+        yield from islice(lines, 2 if i else 0, None)  # one header for all
 
 
 def as_text(env, trajectory, tokenizer, ends=None):

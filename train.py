@@ -352,8 +352,9 @@ def update_policy(models, packs, batch, config, step=0, replay_packs=()):
     """Eq. 7, 10, 11 and the value loss: `ppo_epochs` updates, and the last one's metrics. Sums are
     divided by the counts of the whole batch, so that max_tokens, share and ranks change nothing."""
     n = len(batch.logp_old)
-    counts = (n, batch.teacher_mask[:n].sum().item(), batch.teacher_mask[n:].sum().item())
-    N, N_own, N_replay = map(sum, zip(*gather(counts)))
+    m_T = batch.teacher_mask
+    ours = (n, m_T[:n].sum().item(), m_T[n:].sum().item())
+    N, N_own, N_replay = map(sum, zip(*gather(ours)))
     metrics = {"replay_tokens": N_replay} if replay_packs else {}
     for epoch in range(config.ppo_epochs):
         sums, max_logratio = Counter(), 0.0
@@ -673,11 +674,14 @@ def print_learned(models, tasks, config):
     old, new = tasks(*asked), tasks(*asked)
     _, before = run_episodes(models.reference, old, models, config)
     _, after = run_episodes(models.student, new, models, config)
-    gains = []
-    for one, other in zip(old, new):
-        gains.append(next(iter(other.score().values())) - next(iter(one.score().values())))
-    i = gains.index(max(gains))
-    for when, env, trajectory in (("before", old[i], before[i]), ("after", new[i], after[i])):
+    first = next(iter(new[0].score()))
+
+    def gain(i):
+        return new[i].score()[first] - old[i].score()[first]
+
+    i = max(range(len(new)), key=gain)
+    episodes = {"before": (old[i], before[i]), "after": (new[i], after[i])}
+    for when, (env, trajectory) in episodes.items():
         scores = ", ".join(f"{name} {x:g}" for name, x in env.score().items())
         print0(f"\n--- one {kind} task {when} training: {scores}")
         if trajectory:

@@ -7,15 +7,18 @@ that commands for different seeds can share a folder, at the same time or later.
 
     python -m experiments.study --seeds 0 1 2 3 4
     python -m experiments.study --seeds 100 --sweep distill_coef 0 0.02 1 --actor_lr 1e-4
+    python -m experiments.study --seeds 100 --sweep divergence reverse forward jensen_shannon
     python -m experiments.study --folder experiments/results/study
     python -m experiments.study compare PPO=FOLDER,FOLDER MemOPD=FOLDER,FOLDER
 
-The third makes nothing: it prints the tables of committed results. The last compares groups of runs
-from the records of eval.py --records, a folder per seed. Flags that are not listed go to train.py.
+A divergence takes the place of `losses.reverse_kl`. The fourth makes nothing: it prints the tables
+of committed results. The last compares groups of runs from the records of eval.py --records, a
+folder per seed. Flags that are not listed go to train.py.
 """
 
 import argparse
 import json
+import math
 import re
 import subprocess
 import sys
@@ -26,6 +29,8 @@ from statistics import mean, stdev
 import torch
 from tqdm import tqdm
 
+import losses
+import train as train_file
 from env import toy_envs
 from eval import COSTS, evaluate, markdown, read_records, same_settings
 from experiments.audit import audit_teacher
@@ -49,6 +54,7 @@ PAIRS = [
 MODES = {"greedy": 0.0, "sampled": 1.0}  # temperatures: at 1 a student acts as in training
 SURE = 0.95  # a probability from which on the gradient of Eq. 7 hardly reaches a token
 KL_QUESTIONS = 128  # of the tasks of a set on which the KL is looked at
+DIVERGENCES = ("reverse", "forward", "jensen_shannon")  # of the sweep `divergence`
 BOOTSTRAPS = 2000
 CURVES = {
     "reward": "reward of the batch",
@@ -160,12 +166,39 @@ def make_run(run, flags):
     # what bfloat16 needs and says, in the log, how a failed run can be resumed
     log = run.with_name(f"{run.name}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(TRAIN), "--run_dir", str(run), *flags]
+    program = [str(TRAIN)]
+    if "--divergence" in flags:
+        at = flags.index("--divergence")
+        flags, name = flags[:at] + flags[at + 2 :], flags[at + 1]
+        program = ["-m", "experiments.study", "train", name]
+    command = [sys.executable, *program, "--run_dir", str(run), *flags]
     with open(log, "a") as f:
         done = subprocess.run(command, stdout=f, stderr=f)
     if done.returncode:
         said = log.read_text().splitlines() or ["nothing"]
         raise ValueError(f"{' '.join(command)} failed: {said[-1]}; what it said is in {log}")
+
+
+def train_by(name, flags):
+    """train.py with another divergence to the teacher: the edit of `losses.reverse_kl` that README
+    speaks of, made from outside."""
+    reverse = losses.reverse_kl
+
+    def forward(logits, teacher_logits):
+        """KL(p_T || p_theta)."""
+        return reverse(teacher_logits, logits)
+
+    def jensen_shannon(logits, teacher_logits):
+        """The mean of both KLs to the mean of both distributions."""
+        common = min(logits.shape[1], teacher_logits.shape[1])
+        pair = [x[:, :common].log_softmax(-1) for x in (logits, teacher_logits)]
+        middle = torch.logaddexp(*pair) - math.log(2)
+        return (reverse(pair[0], middle) + reverse(pair[1], middle)) / 2
+
+    if name not in DIVERGENCES:
+        raise ValueError(f"{name} is no divergence; take one of {', '.join(DIVERGENCES)}")
+    losses.reverse_kl = {"forward": forward, "jensen_shannon": jensen_shannon}.get(name, reverse)
+    train_file.main(flags)
 
 
 def evaluated(folder, teacher_folder, args):
@@ -520,6 +553,8 @@ def draw(found, folder):
 @command("experiments.study", "; the same command continues the study")
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["train"]:
+        return train_by(argv[1], argv[2:])
     if argv[:1] == ["compare"]:
         groups = {}
         for group in argv[1:]:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import losses
 import train as train_file
 from conftest import FAST, here
 from eval import COSTS
@@ -319,3 +320,30 @@ def test_figures(tmp_path):
     study.draw(found, tmp_path)
     for name in ("curves", "bars"):
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("name", study.DIVERGENCES)
+def test_a_divergence_takes_the_place_of_the_loss(name, monkeypatch):
+    """Each by its definition in float64, with a teacher whose vocabulary is padded; whatever train.py
+    calls then is that."""
+    torch.manual_seed(0)
+    ours, theirs = torch.randn(3, 7).double(), torch.randn(3, 9).double()
+    p, q = ours.softmax(-1), theirs[:, :7].softmax(-1)
+    m = (p + q) / 2
+
+    def kl(a, b):
+        return (a * (a.log() - b.log())).sum(-1)
+
+    right = {"reverse": kl(p, q), "forward": kl(q, p), "jensen_shannon": (kl(p, m) + kl(q, m)) / 2}
+    seen = []
+    monkeypatch.setattr(losses, "reverse_kl", reverse_kl)  # what is changed is changed back
+    monkeypatch.setattr(
+        train_file, "main", lambda flags: seen.append(losses.reverse_kl(ours, theirs))
+    )
+    study.main(["train", name, "--steps", "1"])
+    torch.testing.assert_close(seen[0], right[name])
+
+
+def test_an_unknown_divergence_is_named():
+    with pytest.raises(SystemExit, match="backward is no divergence; take one of reverse, forward"):
+        study.main(["train", "backward"])
