@@ -89,7 +89,9 @@ def study(argv):
     if not args.sweep:
         tables += [paired(found), table1(means_of_all(found, "greedy"))]
         tables += [by_set(found, mode, "answered") for mode in MODES]
-        tables += [habit_table(found), kl_table(found), mechanism(states)]
+    tables += [habit_table(found, "sampled", habit) for habit in HABITS]
+    if not args.sweep:
+        tables += [kl_table(found), mechanism(states)]
     for i, table in enumerate(tables):
         yield from ["", *table] if i else table
     if args.figures:
@@ -458,22 +460,18 @@ def interval(change):
     return means.quantile(torch.tensor([0.025, 0.975], dtype=means.dtype)).tolist()
 
 
-def habit_table(found):
-    """How often each of HABITS is had, in percent of the chances, over all seeds."""
-    columns = ["set", "model"]
-    for mode in MODES:
-        columns += [f"{habit} %, {mode}" for habit in HABITS]
+def habit_table(found, mode, habit):
+    """How often a habit is had, in percent of its chances, over all seeds."""
+    names = list(found["warm start"][0]["sets"][mode])
     rows = []
-    for k in found["warm start"][0]["sets"]["greedy"]:
-        for model, results in found.items():
-            row = [k, model]
-            for mode in MODES:
-                for habit in HABITS:
-                    counts = [r["sets"][mode][k]["habits"][habit] for r in results]
-                    slips, chances = (sum(column) for column in zip(*counts))
-                    row.append(f"{100 * slips / max(chances, 1):.1f}")
-            rows.append(row)
-    return markdown(columns, rows)
+    for model, results in found.items():
+        row = [model]
+        for k in names:
+            counts = [r["sets"][mode][k]["habits"][habit] for r in results]
+            slips, chances = (sum(column) for column in zip(*counts))
+            row.append(f"{100 * slips / max(chances, 1):.1f}")
+        rows.append(row)
+    return markdown([f"{habit} %, {mode}", *names], rows)
 
 
 def kl_table(found):
