@@ -594,8 +594,10 @@ def load_trajectories(path, tokenizer=None):
         calls = [Call(**call) for call in record["calls"]]
         trajectory = Trajectory(**{**record, "calls": calls})
         q = calls[0].prompt_ids[: trajectory.prefix_len]
-        if tokenizer and tokenizer.encode(tokenizer.decode(q), add_special_tokens=False) != q:
-            raise ValueError("its ids are another tokenizer's")
+        if tokenizer:
+            text = tokenizer.decode(q, clean_up_tokenization_spaces=False)
+            if tokenizer.encode(text, add_special_tokens=False) != q:
+                raise ValueError("its ids are another tokenizer's")
         return trajectory
 
     return read_lines(path, read, "not a trajectory record")

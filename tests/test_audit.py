@@ -120,7 +120,7 @@ def test_teacher_audit_by_call_and_by_what_a_token_writes():
     calls = rollout(scripted(ToyWiki.expert, TOKENIZER, envs), TOKENIZER, envs, mem1)
     assert any("<answer>" in TOKENIZER.decode(t.calls[-1].action_ids) for t in calls)
     for call in [call for t in calls for call in t.calls]:
-        text, roles = {}, token_roles(call, TOKENIZER)
+        text, roles = {}, token_roles(call.action_ids, TOKENIZER)
         for part in set(roles):
             ids = [i for i, role in zip(call.action_ids, roles) if role == part]
             text[part] = TOKENIZER.decode(ids).strip()

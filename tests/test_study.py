@@ -107,7 +107,9 @@ def test_tables_by_hand():
     change = "+0.400 | -0.200 to +1.000 | 1/2"
     assert f"| Q8 | history | PPO | {change} | {change} |" in lines
     titles, _, first, *_ = habit_table(found, "sampled", "first hop")
-    assert titles == "| first hop %, sampled | Q2 | Q8 |" and first == "| warm start | 25.0 | 25.0 |"
+    assert (
+        titles == "| first hop %, sampled | Q2 | Q8 |" and first == "| warm start | 25.0 | 25.0 |"
+    )
     assert list(habit_table(found, "greedy", "miscopied"))[2] == "| warm start | 12.5 | 12.5 |"
     assert list(habit_table(found, "greedy", "gave up"))[2] == "| warm start | 0.0 | 0.0 |"
     lines = list(kl_table(found))
