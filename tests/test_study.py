@@ -293,7 +293,7 @@ def test_study(tmp_path, monkeypatch):
     start = ["--start", str(tmp_path / "s")]
     sweep = run("--seeds", "0", *start, "--sweep", "distill_coef", "0.5", *args, folder="w")
     assert sweep.returncode == 0, sweep.stderr
-    assert sweep.stdout.count("| distill_coef 0.5 |") == 2  # greedy and sampled
+    assert sweep.stdout.count("| distill_coef 0.5 |") == 5  # F1 both ways, three habits
     made = tmp_path / "w/seed-0"
     config = json.loads((made / "distill_coef_0.5/config.json").read_text())
     assert config["distill_coef"] == 0.5
