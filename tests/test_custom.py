@@ -124,7 +124,7 @@ def test_what_an_environment_lacks_is_named(name, tmp_path, model):
     env = without(name)
     if name == "task":
         env.task = None
-    lacks = "no task with an id" if name == "task" else rf"Lame has no {name}\(\)"
+    lacks = "Lame has no task.id" if name == "task" else rf"Lame has no {name}\(\)"
     if name != "score":
         with pytest.raises(ValueError, match=lacks):
             rollout(None, TOKENIZER, [Walk(), env], mem1)
