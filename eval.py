@@ -180,9 +180,11 @@ def as_text(env, trajectory, tokenizer, ends=None):
     """An episode without token ids: those of one tokenizer mean nothing to another."""
     turns = []
     for call in trajectory.calls:
-        response = tokenizer.decode(without_end(call.action_ids, ends or end_ids(tokenizer)))
+        words = without_end(call.action_ids, ends or end_ids(tokenizer))
         observation = tokenizer.decode(call.observation_ids)
-        turns.append({"response": response, "observation": observation})
+        turn = {"response": tokenizer.decode(words), "observation": observation}
+        ended = words != call.action_ids  # by a token, which another tokenizer has, too
+        turns.append(turn | ({"ended": True} if ended else {}))
     return {"task": env.task.id, "prompt": env.prompt(), "turns": turns}
 
 

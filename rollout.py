@@ -103,8 +103,9 @@ Turns = list[tuple[list[int], list[int]]]  # (response ids without stop token, o
 
 
 class Environment(Protocol):
-    """E of Eq. 1, one episode of one task: any object with these. Its class may also have `stop`,
-    strings that end a response, and a static `step_all(envs, responses)`, `step` for many."""
+    """E of Eq. 1, one episode of one task, which ends by itself: any object with these. Its class
+    may also have `stop`, a tuple of strings that end a response, and a static `step_all(envs,
+    responses)`, `step` for many."""
 
     task: Any  # task.id is its name in files and messages
 
@@ -115,7 +116,8 @@ class Environment(Protocol):
         """Observation, reward of this call, and whether the episode is over."""
 
     def score(self) -> dict[str, float]:
-        """Numbers whose means are reported, the chief one first; `solved` is 1 if all is right."""
+        """Numbers whose means are reported, the chief one first; `solved` is 1 if all is right. It
+        may be asked at any time."""
 
 
 def check_environment(env, *more):
@@ -125,6 +127,8 @@ def check_environment(env, *more):
         missing = missing if callable(getattr(env, name, None)) else f"{name}()"
     if missing:
         raise ValueError(f"{type(env).__name__} has no {missing}: see Environment in rollout.py")
+    if isinstance(getattr(env, "stop", ()), str):
+        raise ValueError(f"{type(env).__name__}.stop must be a tuple of strings, not one string")
 
 
 def rollout(
@@ -141,6 +145,8 @@ def rollout(
         raise ValueError("rollout needs at least one environment: the task list is empty")
     for env in envs:
         check_environment(env)
+    if len(set(map(type, envs))) > 1:
+        raise ValueError("rollout takes environments of one class at a time")
     ends = ends or end_ids(tokenizer)
     prefixes = [encode_prompt(tokenizer, env.prompt()) for env in envs]
     contexts = [[] for _ in envs]  # x_t
@@ -473,6 +479,8 @@ def load(path, device, attention="sdpa", dtype="auto"):
 
             kind = peft.AutoPeftModelForCausalLM
             model = kind.from_pretrained(path, is_trainable=True, **settings).eval()
+            if not os.path.exists(os.path.join(path, "tokenizer_config.json")):
+                path = model.active_peft_config.base_model_name_or_path  # peft saves no tokenizer
         else:
             kind = AutoModelForCausalLM
             model, found = kind.from_pretrained(path, output_loading_info=True, **settings)
@@ -610,10 +618,11 @@ def replay(path, tokenizer, update):
     def read(record):
         q, turns, calls, context = encode_prompt(tokenizer, record["prompt"]), [], [], []
         for turn in record["turns"]:
-            action = tokenizer.encode(turn["response"], add_special_tokens=False)
+            words = tokenizer.encode(turn["response"], add_special_tokens=False)
+            action = words + [tokenizer.eos_token_id] * turn.get("ended", False)
             observed = encode_text(tokenizer, turn["observation"])
             calls.append(Call(q + context, action, [0.0] * len(action), observed))
-            turns.append((action, observed))
+            turns.append((words, observed))
             context = update(turns)
         return Trajectory(record["task"], len(q), calls)
 
@@ -648,7 +657,8 @@ def format_trajectory(trajectory, tokenizer):
         lengths = f"{len(call.prompt_ids)} -> {len(call.action_ids)} tokens"
         lines.append(f"a_{t} ({lengths}): {tokenizer.decode(call.action_ids)}")
         observation = tokenizer.decode(call.observation_ids).strip()
-        lines.append(f"o_{t}: {observation}" if observation else f"r_{t}: {call.reward:g}")
+        lines += [f"o_{t}: {observation}"] if observation else []
+        lines += [f"r_{t}: {call.reward:g}"] if call.reward or not observation else []
     return "\n".join(lines)
 
 

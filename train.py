@@ -106,9 +106,9 @@ class Config:
     max_tokens: int = flag(16384, "tokens of one pack, the micro-batch; no result depends on it")
     distill: Literal["aligned", "history", "none"] = flag("aligned", "MemOPD, Figure 3a, or PPO")
     distill_coef: float = flag(0.02, "lambda of Eq. 11 (Section 4.1: 0.02)")
-    teacher_on: Literal["all", "memory", "query", "answer"] = flag("all", "m_T of Eq. 7")
+    teacher_on: Literal["all", "memory", "query", "answer"] = flag("all", "m_T, by env.py's tags")
     replay: str = flag("", "trajectories.jsonl of a run: its states count in Eq. 7, and not in PPO")
-    replay_share: float = flag(0.25, "how many of them, as a share of --tasks_per_step")
+    replay_share: float = flag(0.25, "trajectories from it, as a share of --tasks_per_step")
     entropy_coef: float = flag(0.001, "alpha of Eq. 11 (not in the paper; MEM1: .001)")
     kl_coef: float = flag(0.001, "beta of Eq. 8 (not in the paper; MEM1: .001)")
     gamma: float = flag(1.0, "gamma of Eq. 9 (not in the paper; MEM1: 1)")
@@ -141,17 +141,21 @@ def train(config: Config, tasks=None) -> None:
     """Warm start or load, then the loop, then the table. Results are on disk as soon as known.
 
     tasks(split, n, k, step=0): n fresh environments (see `rollout.Environment`) of k questions, of
-    the split "train" or "test"; by default search tasks of the toy or of files."""
+    the split "train", or of "test", where there may be fewer or none; the same on every rank and
+    whenever it is asked. By default search tasks of the toy or of files."""
     torch.manual_seed(config.seed)
-    data = tasks or open_data(config)
-    check_run(config)
+    own = tasks is not None
+    data = None if own else open_data(config)
+    check_run(config, own)
     models = load_models(config) if config.student else None
     tokenizer = models.tokenizer if models else train_tokenizer(toy_texts(), config.vocab_size)
     tasks = tasks or search_tasks(data, tokenizer, config)
     check_tasks(tokenizer, tasks, config)
-    recorded = load_trajectories(config.replay, tokenizer) if config.replay else []
-    recorded = without_long_turns(recorded, config.replay, config)
-    run = open_run(config)  # a config or a model that is wrong leaves no folder
+    recorded = []
+    if config.replay:
+        recorded = load_trajectories(config.replay, tokenizer)
+        recorded = without_long_turns(recorded, config.replay, config)
+    run = open_run(config, own)  # a config or a model that is wrong leaves no folder
     if not config.student:
         if rank() == 0 and not (run / "warm_start").exists():  # a resumed run may have both
             warm_start(config, run)
@@ -167,8 +171,8 @@ def train(config: Config, tasks=None) -> None:
 
         # 1. Roll out (Section 3.2, Eq. 1): the student acts with compact memory.
         with clock(cost, "rollout"):
-            batch = tasks("train", config.tasks_per_step, config.horizon, step)
-            envs, trajectories = roll_out(models, batch, step, config)
+            asked = tasks("train", config.tasks_per_step, config.horizon, step)
+            envs, trajectories = roll_out(models, asked, step, config)
 
         # 2. Pack (Section 3.3, Eq. 4 and 6): every call in its exact state.
         with clock(cost, "pack"):
@@ -196,7 +200,8 @@ def train(config: Config, tasks=None) -> None:
         with clock(cost, "update"):
             found = update_policy(models, packs, batch, config, step, replay_packs)
 
-        found |= mismatch | batch_metrics(envs, trajectories, packs, logp_old - logp_ref, config)
+        growth = logp_old - logp_ref
+        found |= mismatch | batch_metrics(envs, trajectories, packs, growth, len(asked))
         log(run, stage="rl", step=step, **found, **cost)
         print0(STEP_LINE.format(step=step, **found))
         if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
@@ -223,6 +228,8 @@ class Models:
 def roll_out(models, batch, step, config):
     """Eq. 1 on this rank's part of a batch of environments, with the noise of their places in it.
     Examples that become too long are left out (Section 3.3)."""
+    if not batch:
+        raise ValueError(f"step {step}: there are no tasks of length {config.horizon} to train on")
     tokenizer, places = models.tokenizer, range(rank(), len(batch), world())
     envs = [batch[place] for place in places]
     noise = task_generators(config.seed, step, places)
@@ -568,8 +575,10 @@ def token_roles(action_ids, tokenizer):
 
 def pick_replay(recorded, step, config):
     """This rank's part of the recorded trajectories that are replayed in a step."""
-    n = max(1, round(config.replay_share * config.tasks_per_step)) if recorded else 0
-    picked = random.Random(f"replay {config.seed} {step}").choices(recorded or [None], k=n)
+    if not recorded:
+        return []
+    n = max(1, round(config.replay_share * config.tasks_per_step))
+    picked = random.Random(f"replay {config.seed} {step}").choices(recorded, k=n)
     return picked[rank() :: world()]
 
 
@@ -581,7 +590,7 @@ def without_long_turns(trajectories, file, config):
         calls = [call for call, size in zip(trajectory.calls, sizes) if size <= config.max_len]
         kept += [replace(trajectory, calls=calls)] if calls else []
         n += len(sizes) - len(calls)
-    if trajectories and not kept:
+    if not kept:
         raise ValueError(f"{file}: no turn in it fits into --max_len {config.max_len}")
     if n:
         print0(f"{n} turns are longer than --max_len {config.max_len} and left out")
@@ -632,13 +641,18 @@ def open_data(config):
 def check_tasks(tokenizer, tasks, config):
     """Raise ValueError where an environment lacks something, or where the tasks of a length,
     trained or tested, cannot fit."""
-    horizons = config.horizons if config.eval_questions else []
+    update_rule(config.update, tokenizer)  # a name that is none is an error now
+    horizons = [config.horizon, *config.horizons] if config.eval_questions else [config.horizon]
     for split, k in [("train", config.horizon), *(("test", k) for k in horizons)]:
         envs = tasks(split, 8, k)
         if not envs and split == "train":
             raise ValueError(f"there are no tasks of length {k} to train on")
         for env in envs:
             check_environment(env, "score")
+            scores = env.score()
+            if not isinstance(scores, dict) or not scores or scores.keys() & set(OURS):
+                problem = f"{type(env).__name__}.score() returned {str(scores)[:80]}"
+                raise ValueError(f"{problem}, not {{name: number}}; taken are {', '.join(OURS)}")
         limits = (config.max_new_tokens, config.max_obs, config.max_len)
         if envs:
             check_room(tokenizer, envs, *limits)
@@ -706,6 +720,8 @@ def final_table(models, tasks, run, config):
                 total.update({metric: n * x for metric, x in theirs.items()})
                 clocks.append(n * theirs.get("seconds", 0.0))
                 n_tasks += n
+            if not n_tasks:  # no held-out tasks of this length
+                continue
             total["seconds"] = max(clocks)  # ranks work at the same time
             rows.append((f"Q{k}", name, {metric: x / n_tasks for metric, x in total.items()}))
     text = "\n".join(table(rows))
@@ -714,8 +730,9 @@ def final_table(models, tasks, run, config):
     print0(text)
 
 
-def batch_metrics(envs, trajectories, packs, growth, config):
-    """Means and counts over the batch of all ranks. growth: log pi_old - log pi_ref, (N,)."""
+def batch_metrics(envs, trajectories, packs, growth, n_asked):
+    """Means and counts over the batch of all ranks. growth: log pi_old - log pi_ref, (N,). n_asked:
+    the tasks of the batch, rejected ones included."""
     ours = Counter(tasks=len(envs), reference_kl=growth.clamp(min=0).sum().item())
     scores = [env.score() for env in envs]
     for call in [call for trajectory in trajectories for call in trajectory.calls]:
@@ -731,7 +748,7 @@ def batch_metrics(envs, trajectories, packs, growth, config):
     means["reward"] = total["reward"] / total["tasks"]
     means["reference_kl"] = total["reference_kl"] / total["action_tokens"]
     means["tokens_saved"] = 1 - total["packed"] / total["tokens"]
-    means["rejected"] = config.tasks_per_step - total["tasks"]
+    means["rejected"] = n_asked - total["tasks"]
     return {"calls": total["calls"], "action_tokens": total["action_tokens"], **means}
 
 
@@ -964,7 +981,12 @@ def with_empty_packs(packs, config):
 
 
 # ---- files, and what people see ------------------------------------------------------------------
-
+OURS = (  # names in metrics.jsonl and in records, which no score may have
+    "run stage step reward teacher_kl replay_kl replay_tokens ppo_loss entropy approx_kl clipfrac "
+    "value_loss max_logratio first_max_logratio first_clipfrac actor_grad_norm critic_grad_norm "
+    "logp_mismatch logp_mismatch_max calls action_tokens reference_kl tokens_saved rejected task "
+    "asked peak dependency seconds said"
+).split()
 STEP_LINE = (
     "step {step:3d}  reward {reward:.2f}  teacher_kl {teacher_kl:.3f}  "
     "entropy {entropy:.3f}  clipfrac {clipfrac:.3f}  logp_mismatch {logp_mismatch:.0e}"
@@ -1099,21 +1121,28 @@ def last_good(run):
     return f"the last good checkpoint is {found[-1]}" if found else "there is no checkpoint yet"
 
 
-def check_run(config):
-    """Raise ValueError where the run folder would go over another; nothing is made yet."""
+def check_run(config, own=False):
+    """Raise ValueError where the run folder would go over another, or would go on with other tasks
+    than it began with; nothing is made yet. own: tasks that a script handed in."""
     run = Path(config.run_dir)
     if rank() == 0 and run.exists() and not (config.resume and (run / "config.json").exists()):
         raise ValueError(f"{run} exists already; remove it, or give another --run_dir")
+    file = run / "config.json"
+    saved = json.loads(file.read_text()) if file.exists() else {}
+    if saved.get("own_tasks", own) != own:
+        began = "tasks of a script" if saved["own_tasks"] else "tasks of train.py"
+        raise ValueError(f"{run} began with {began}: resume it with them")
 
 
-def open_run(config):
+def open_run(config, own=False):
     """The run folder, a new one or with --resume the old one, once its models are known to load."""
     run = Path(config.run_dir)
     if rank() == 0:
         run.mkdir(parents=True, exist_ok=True)
         for folder in (run, run / "checkpoints"):
             finish_folders(folder)
-        write(run / "config.json", json.dumps(asdict(config), indent=1, default=str) + "\n")
+        saved = {**asdict(config), "own_tasks": own}
+        write(run / "config.json", json.dumps(saved, indent=1, default=str) + "\n")
     gather(None)
     return run
 
@@ -1142,9 +1171,9 @@ MAY_BE_ZERO = (  # every other number must be positive
 ).split()
 FIXED = (  # what a resumed run cannot change: its data and its models
     "preset stage seed student teacher reference critic distill questions test_questions corpus "
-    "top_k max_obs tasks_per_step horizon update reward sft_data hidden_size layers vocab_size "
-    "sft_steps sft_student sft_first_hop sft_give_up sft_tight "
-    "sft_questions sft_horizon"
+    "top_k max_obs tasks_per_step horizon update reward teacher_on replay sft_data hidden_size "
+    "layers vocab_size sft_steps sft_student sft_first_hop sft_give_up sft_tight sft_questions "
+    "sft_horizon"
 ).split()
 
 
@@ -1157,6 +1186,7 @@ def parse_config(args=None):
     if named.resume and file.exists():
         try:
             saved = json.loads(file.read_text()) | {"resume": True, "run_dir": named.run_dir}
+            saved.pop("own_tasks", None)  # for `check_run`
         except (ValueError, TypeError) as error:
             parser.error(f"{file} is damaged ({error}): start a new run")
     parser.set_defaults(**(saved or PRESETS[named.preset]))

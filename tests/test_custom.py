@@ -30,6 +30,7 @@ from rollout import (
     load,
     load_trajectories,
     mem1,
+    replay,
     rollout,
     save_trajectories,
     scripted,
@@ -146,6 +147,81 @@ def test_a_step_that_returns_something_else_is_named(result):
         rollout(scripted(lambda env: "a", TOKENIZER, [env]), TOKENIZER, [env], mem1)
 
 
+@pytest.mark.parametrize("scores", [None, {}, {"entropy": 1.0}, {"step": 1}, 0.5])
+def test_scores_that_are_none_or_hide_a_metric_are_refused(scores, tmp_path, model):
+    """Before the run folder is made: no metric is replaced by a score of its name."""
+    env = Walk()
+    env.score = lambda: scores
+    run = tmp_path / "run"
+    flags = ["--device", "cpu", "--student", str(model), "--distill", "none"]
+    config = parse_config([*flags, "--run_dir", str(run)])
+    with pytest.raises(ValueError, match=r"Walk.score\(\) returned .*taken are run, stage, step"):
+        train_file.train(config, lambda split, n, k, step=0: [env] * n)
+    assert not run.exists()
+
+
+def test_every_metric_is_a_name_that_no_score_may_have(runs):
+    """What a run notes of itself is in OURS, its seconds apart."""
+    for name in ("a", "history", "none"):
+        for line in (runs[0] / name / "metrics.jsonl").read_text().splitlines():
+            step = json.loads(line)
+            if step["stage"] == "rl":
+                names = {key for key in step if not key.startswith("seconds_")}
+                assert names - {"em", "f1", "answered", "solved"} <= set(train_file.OURS)
+
+
+def test_environments_of_two_classes_are_not_mixed():
+    """One class's step_all would be asked for the other's."""
+    envs = [Walk(), type("Other", (Walk,), {})()]
+    with pytest.raises(ValueError, match="one class at a time"):
+        rollout(None, TOKENIZER, envs, mem1)
+    one_string = type("Wrong", (Walk,), {"stop": "</search>"})()
+    with pytest.raises(ValueError, match="Wrong.stop must be a tuple"):
+        rollout(None, TOKENIZER, [one_string], mem1)
+
+
+def test_a_run_on_tasks_of_a_script_goes_on_with_them_alone(tmp_path, model):
+    """--resume from the command line would go on with the toy; a rule of one's own is asked for
+    before anything is written; a batch without tasks is a sentence."""
+    run = tmp_path / "run"
+    flags = (
+        "--distill none --steps 1 --tasks_per_step 2 --max_new_tokens 4 --max_len 2000 "
+        "--eval_questions 0 --device cpu"
+    ).split()
+    flags += ["--student", str(model), "--run_dir", str(run)]
+
+    def tasks(split, n, k, step=0):
+        return [Walk(f"{split} {i}") for i in range(n)] if step < 2 else []
+
+    def nothing(turns):
+        return []
+
+    train_file.main(flags, tasks, nothing)
+    resume = ["--resume", "--run_dir", str(run), "--steps", "3"]
+    kept = (run / "config.json").read_text()
+    with pytest.raises(SystemExit, match="began with tasks of a script: resume it with them"):
+        train_file.main(resume)
+    with pytest.raises(SystemExit, match="is no update rule"):
+        train_file.main(resume, tasks)
+    assert (run / "config.json").read_text() == kept
+    with pytest.raises(SystemExit, match="step 2: there are no tasks of length 4"):
+        train_file.main(resume, tasks, nothing)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1] and lines[1]["points"] == 3
+
+
+def test_the_token_that_ends_a_response_is_kept_for_sft(tmp_path, monkeypatch):
+    """An environment without strings that end a response: what the model learns ends, too."""
+    eos = TOKENIZER.eos_token_id
+    monkeypatch.setattr("eval.generate", lambda *args: ([[5, eos]], [[0.0, 0.0]]))
+    evaluate(None, TOKENIZER, [Walk()], keep_correct=tmp_path / "kept.jsonl")
+    (trajectory,) = replay(tmp_path / "kept.jsonl", TOKENIZER, mem1)
+    words = TOKENIZER.encode(TOKENIZER.decode([5]), add_special_tokens=False)
+    assert [call.action_ids for call in trajectory.calls] == [[*words, eos]] * 3
+    q = trajectory.prefix_len
+    assert trajectory.calls[1].prompt_ids[q : q + len(words) + 1] != [*words, eos]
+
+
 def test_scores_of_any_name_are_averaged(monkeypatch):
     """And an episode whose `solved` is 1 is a right one."""
     envs = [Walk("a"), Walk("b")]
@@ -196,10 +272,8 @@ def test_roles_are_those_of_the_tags():
 
 def parts(teacher_on="all", replayed=(), **settings):
     """An update on recorded trajectories: its metrics, and the student's gradient, (P,)."""
-    config = Config(
-        device="cpu", max_len=300, ppo_epochs=1, max_grad_norm=1e9, distill_coef=0.5,
-        teacher_on=teacher_on, **settings,
-    )  # fmt: skip
+    settings = {"max_len": 300, "ppo_epochs": 1, "distill_coef": 0.5, **settings}
+    config = Config(device="cpu", max_grad_norm=1e9, teacher_on=teacher_on, **settings)
     student = tiny(vocab_size=len(TOKENIZER))
     critic = make_critic(student)
     teacher = tiny(seed=1, vocab_size=len(TOKENIZER)).requires_grad_(False)
@@ -280,11 +354,15 @@ def test_the_teacher_is_asked_about_one_role(role, max_tokens):
     assert off < 1e-3, off
 
 
-def test_a_role_that_does_not_occur_is_no_guidance():
-    """No division by zero where no token has the role."""
-    calls = [replace(t, calls=t.calls[:1]) for t in tagged(2, 0)]  # searches only
-    config = Config(device="cpu", teacher_on="answer")
-    assert not teacher_mask(calls, TOKENIZER, config).any()
+def test_a_role_that_does_not_occur_is_no_guidance(monkeypatch):
+    """No division by zero where no token has the role: the update is PPO's alone."""
+    whole = tagged(3, 0)
+    searches = [replace(t, calls=t.calls[:1]) for t in whole]
+    monkeypatch.setattr(sys.modules[__name__], "tagged", lambda n, seed: searches)
+    found, gradient, _, _, _ = parts("answer")
+    plain, alone, _, _, _ = parts("answer", distill_coef=0.0)
+    assert found["teacher_kl"] == 0 and found["ppo_loss"] == plain["ppo_loss"]
+    torch.testing.assert_close(gradient, alone)
 
 
 # ---- replayed states -----------------------------------------------------------------------------
@@ -428,8 +506,7 @@ def test_an_adapter_is_a_student(tmp_path, model):
         base_model_name_or_path=str(model),
     )  # fmt: skip
     torch.manual_seed(0)
-    peft.get_peft_model(base, wanted).save_pretrained(tmp_path / "adapter")
-    TOKENIZER.save_pretrained(tmp_path / "adapter")
+    peft.get_peft_model(base, wanted).save_pretrained(tmp_path / "adapter")  # without a tokenizer
     _, student = load(tmp_path / "adapter", "cpu", "packed", torch.float32)
     packed = pack([[5, 6], [5, 6, 7]], [[8, 9], [10]])
     with torch.no_grad():
@@ -472,8 +549,8 @@ def test_a_picture_of_runs(runs):
 
 
 def test_a_page_of_a_trajectory(runs):
-    """Every call with its parts: what was kept, what was observed, what was sampled with its
-    numbers; all text of the run comes back, and none of it is markup."""
+    """Every call with its parts, every sampled token with its numbers; no text of the run is
+    markup."""
     folder, _ = runs
     out = here(plot, "--trajectories", "a/trajectories.jsonl", "--n", 2, cwd=folder)
     assert out.returncode == 0, out.stderr
@@ -510,7 +587,7 @@ CHANGES = {  # to have: file, what stands there, what takes its place
         "        chosen += [role == config.teacher_on for role in roles]\n",
         "        chosen += [k == 0 for k in range(len(action))]\n",
     ),
-    "no critic": (
+    "no baseline": (
         "train.py",
         "    rewards = torch.zeros_like(logp_old)\n",
         "    values = torch.zeros_like(values)\n    rewards = torch.zeros_like(logp_old)\n",
@@ -520,9 +597,10 @@ CHANGES = {  # to have: file, what stands there, what takes its place
         '        "mem1": mem1,',
         '        "nothing": lambda turns: [], "mem1": mem1,',
     ),
-    "another sampling engine": (
+    "another sampling engine in training": (
         "train.py",
-        "        return generate(models.student, prompts, config.max_new_tokens, T, stop, generators)\n",
+        "        return generate(models.student, prompts, config.max_new_tokens, T, stop, "
+        "generators)\n",
         """        found = []
         for prompt in prompts:  # without a cache, one prompt at a time
             ids, logps = [], []
@@ -608,7 +686,7 @@ def test_readmes_changes_are_as_small_as_it_says(tmp_path, model):
     for name in ("another divergence to the teacher", "another m_T"):
         assert same(name, "ppo_loss", "entropy", "value_loss") and not same(name, "teacher_kl")
     assert same("another attention backend", "teacher_kl", "entropy", "actor_grad_norm")
-    assert same("no critic", "teacher_kl", "entropy")
-    for name in ("another sampling engine", "a seventh memory rule with a name"):
+    assert same("no baseline", "teacher_kl", "entropy")
+    for name in ("another sampling engine in training", "a seventh memory rule with a name"):
         assert found[name]["logp_mismatch"] < 1e-4, name
-    assert not same("another sampling engine", "entropy")
+    assert not same("another sampling engine in training", "entropy")

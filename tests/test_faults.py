@@ -344,7 +344,7 @@ def test_tags_that_are_special_tokens_are_read(tmp_path):
     assert trajectory.calls[0].reward == 1 and env.answers == ["y"]
     append(tmp_path / "k.jsonl", [eval_file.as_text(env, trajectory, tokenizer)])
     (again,) = replay(tmp_path / "k.jsonl", tokenizer, mem1)
-    assert again.calls[0].action_ids == ids[:-1]
+    assert again.calls[0].action_ids == ids
 
 
 def test_every_end_of_the_generation_config_ends_a_turn():
@@ -585,7 +585,7 @@ def test_training_leaves_a_long_example_out_and_counts_it(monkeypatch, capsys):
     calls = pack(*[[c.prompt_ids for t in trajectories for c in t.calls],
                    [c.action_ids for t in trajectories for c in t.calls]])  # fmt: skip
     growth = torch.zeros(len(calls.action_ids))
-    metrics = train_file.batch_metrics(envs, trajectories, [calls], growth, config)
+    metrics = train_file.batch_metrics(envs, trajectories, [calls], growth, len(batch))
     assert metrics["rejected"] == 1
     with pytest.raises(ValueError, match="all 1 examples are longer"):
         train_file.roll_out(models, batch[1:2], 0, config)

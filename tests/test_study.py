@@ -328,8 +328,8 @@ def test_figures(tmp_path):
 
 @pytest.mark.parametrize("name", study.DIVERGENCES)
 def test_a_divergence_takes_the_place_of_the_loss(name, monkeypatch):
-    """Each by its definition in float64, with a teacher whose vocabulary is padded; whatever train.py
-    calls then is that."""
+    """Each by its definition in float64, with a teacher whose vocabulary is padded; whatever
+    train.py calls then is that."""
     torch.manual_seed(0)
     ours, theirs = torch.randn(3, 7).double(), torch.randn(3, 9).double()
     p, q = ours.softmax(-1), theirs[:, :7].softmax(-1)
