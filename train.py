@@ -131,7 +131,7 @@ class Config:
     sft_steps: int = flag(1000, "SFT updates until the teacher")
     sft_student: int = flag(100, "SFT updates from there to the student, on bad habits")
     sft_first_hop: float = flag(0.8, "habit: the first of two hops is taken for the answer")
-    sft_give_up: float = flag(0.1, "habit: at a turn all is answered while questions are open")
+    sft_give_up: float = flag(0.0, "habit: at a turn all is answered while questions are open")
     sft_tight: float = flag(0.3, "share of SFT tasks with fewer turns than they may need")
     sft_questions: int = flag(32, "questions in each SFT batch, over tasks of mixed length")
     sft_horizon: int = flag(16, "the longest SFT task; reached step by step from 3 questions on")

@@ -85,11 +85,10 @@ def study(argv):
         if not args.sweep:
             states.append(states_of(seed, args))
     bar.close()
-    tables = [by_set(found, mode, "f1") for mode in MODES]
+    tables = [by_set(found, "f1")]
     if not args.sweep:
-        tables += [paired(found), table1(means_of_all(found, "greedy"))]
-        tables += [by_set(found, mode, "answered") for mode in MODES]
-    tables += [habit_table(found, "sampled", habit) for habit in HABITS]
+        tables += [paired(found), table1(means_of_all(found, "greedy")), by_set(found, "answered")]
+    tables.append(habit_table(found, "sampled"))
     if not args.sweep:
         tables += [kl_table(found), mechanism(states)]
     for i, table in enumerate(tables):
@@ -392,17 +391,20 @@ def table1(found):
     return markdown(columns, rows)
 
 
-def by_set(found, mode, metric):
-    """One metric of every result of {model: results, one per seed}: a line per model, a column per
-    set."""
-    names = list(next(iter(found.values()))[0]["sets"][mode])
+def by_set(found, metric):
+    """One metric of every result of {model: results, one per seed}, greedy / sampled: a line per
+    model, a column per set."""
+    names = list(next(iter(found.values()))[0]["sets"]["greedy"])
     rows = []
     for model, results in found.items():
-        cells = [model]
+        row = [model]
         for k in names:
-            cells.append(spread([mean_of(r["sets"][mode][k][metric]) for r in results]))
-        rows.append(cells)
-    return markdown([f"{metric.replace('f1', 'F1')}, {mode}", *names], rows)
+            both = []
+            for mode in MODES:
+                both.append(spread([mean_of(r["sets"][mode][k][metric]) for r in results]))
+            row.append(" / ".join(both))
+        rows.append(row)
+    return markdown([f"{metric.replace('f1', 'F1')}, {' / '.join(MODES)}", *names], rows)
 
 
 def mean_of(x):
@@ -460,18 +462,21 @@ def interval(change):
     return means.quantile(torch.tensor([0.025, 0.975], dtype=means.dtype)).tolist()
 
 
-def habit_table(found, mode, habit):
-    """How often a habit is had, in percent of its chances, over all seeds."""
+def habit_table(found, mode):
+    """How often each of HABITS is had, in percent of its chances, over all seeds."""
     names = list(found["warm start"][0]["sets"][mode])
     rows = []
     for model, results in found.items():
         row = [model]
         for k in names:
-            counts = [r["sets"][mode][k]["habits"][habit] for r in results]
-            slips, chances = (sum(column) for column in zip(*counts))
-            row.append(f"{100 * slips / max(chances, 1):.1f}")
+            shares = []
+            for habit in HABITS:
+                counts = [r["sets"][mode][k]["habits"][habit] for r in results]
+                slips, chances = (sum(column) for column in zip(*counts))
+                shares.append(f"{100 * slips / max(chances, 1):.1f}")
+            row.append(" / ".join(shares))
         rows.append(row)
-    return markdown([f"{habit} %, {mode}", *names], rows)
+    return markdown([f"{' / '.join(HABITS)}, % {mode}", *names], rows)
 
 
 def kl_table(found):

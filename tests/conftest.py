@@ -9,7 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-import train as train_file
+if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: more threads would only wait
+    os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it on import
+
+import train as train_file  # noqa: E402
 
 FAST = (
     "--sft_steps 12 --sft_student 2 --sft_questions 6 --sft_horizon 3 --steps 3 "

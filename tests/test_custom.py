@@ -4,6 +4,7 @@ import inspect
 import json
 import random
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -537,10 +538,18 @@ def test_an_adapter_is_a_student(tmp_path, model):
 
 
 # ---- pictures ------------------------------------------------------------------------------------
-def test_a_picture_of_runs(runs):
+@pytest.fixture
+def own_runs(runs, tmp_path):
+    """Runs that a test may write into: those of `runs` belong to all tests."""
+    for name in ("a", "none"):
+        shutil.copytree(runs[0] / name, tmp_path / name)
+    return tmp_path
+
+
+def test_a_picture_of_runs(own_runs):
     """Of several side by side; what is no run is named."""
     pytest.importorskip("matplotlib")
-    folder, _ = runs
+    folder = own_runs
     out = here(plot, "a", "none", cwd=folder)
     assert out.returncode == 0 and out.stdout.strip() == "a/metrics.png"
     assert (folder / "a/metrics.png").read_bytes()[1:4] == b"PNG"
@@ -548,10 +557,10 @@ def test_a_picture_of_runs(runs):
     assert out.returncode and "nothing: no metrics.jsonl" in out.stderr
 
 
-def test_a_page_of_a_trajectory(runs):
+def test_a_page_of_a_trajectory(own_runs):
     """Every call with its parts, every sampled token with its numbers; no text of the run is
     markup."""
-    folder, _ = runs
+    folder = own_runs
     out = here(plot, "--trajectories", "a/trajectories.jsonl", "--n", 2, cwd=folder)
     assert out.returncode == 0, out.stderr
     page = (folder / "a/trajectories.html").read_text()

@@ -90,13 +90,12 @@ def test_tables_by_hand():
     )
     row = "| Q2 | aligned | 2 | 1.500 ± 0.141 | 1.600 ± 0.141 | +60.0% | 9 | 8 | 0.500 |"
     assert row in list(table1(means_of_all(found, "greedy")))
-    lines = list(by_set(found, "sampled", "f1"))
-    assert lines[0] == "| F1, sampled | Q2 | Q8 |"
-    assert "| aligned | 1.700 ± 0.141 | 3.300 ± 0.283 |" in lines
-    assert (
-        list(by_set(found, "greedy", "answered"))[2]
-        == "| warm start | 0.750 ± 0.000 | 0.750 ± 0.000 |"
-    )
+    lines = list(by_set(found, "f1"))
+    assert lines[0] == "| F1, greedy / sampled | Q2 | Q8 |"
+    on_2, on_8 = "1.600 ± 0.141 / 1.700 ± 0.141", "3.200 ± 0.283 / 3.300 ± 0.283"
+    assert f"| aligned | {on_2} | {on_8} |" in lines
+    answered = "0.750 ± 0.000 / 0.750 ± 0.000"
+    assert list(by_set(found, "answered"))[2] == f"| warm start | {answered} | {answered} |"
     lines = list(paired(found))
     title = (
         "| set | F1 of | less that of | greedy | 95 % interval | agree | sampled | 95 % interval"
@@ -106,12 +105,9 @@ def test_tables_by_hand():
     assert f"| Q2 | aligned | PPO | {change} | {change} |" in lines
     change = "+0.400 | -0.200 to +1.000 | 1/2"
     assert f"| Q8 | history | PPO | {change} | {change} |" in lines
-    titles, _, first, *_ = habit_table(found, "sampled", "first hop")
-    assert (
-        titles == "| first hop %, sampled | Q2 | Q8 |" and first == "| warm start | 25.0 | 25.0 |"
-    )
-    assert list(habit_table(found, "greedy", "miscopied"))[2] == "| warm start | 12.5 | 12.5 |"
-    assert list(habit_table(found, "greedy", "gave up"))[2] == "| warm start | 0.0 | 0.0 |"
+    titles, _, first, *_ = habit_table(found, "sampled")
+    assert titles == "| first hop / gave up / miscopied, % sampled | Q2 | Q8 |"
+    assert first == "| warm start | 25.0 / 0.0 / 12.5 | 25.0 / 0.0 / 12.5 |"
     lines = list(kl_table(found))
     assert "| Q2 | aligned | 10 | 0.500 ± 0.000 | 1.0 | 30.0 | 2.0 |" in lines and len(lines) == 6
     states = []
@@ -293,7 +289,7 @@ def test_study(tmp_path, monkeypatch):
     start = ["--start", str(tmp_path / "s")]
     sweep = run("--seeds", "0", *start, "--sweep", "distill_coef", "0.5", *args, folder="w")
     assert sweep.returncode == 0, sweep.stderr
-    assert sweep.stdout.count("| distill_coef 0.5 |") == 5  # F1 both ways, three habits
+    assert sweep.stdout.count("| distill_coef 0.5 |") == 2  # F1, habits
     made = tmp_path / "w/seed-0"
     config = json.loads((made / "distill_coef_0.5/config.json").read_text())
     assert config["distill_coef"] == 0.5
