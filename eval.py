@@ -8,7 +8,7 @@
 All are means over tasks. In peak and dependency q counts here, as in the cost of a call (the paper
 does not say); --without_q leaves it out, as MEM1 does.
 
-    python eval.py RUN                   # warm start, student and teacher of a run of train.py
+    python eval.py RUN    # warm start, student, teacher of a run of train.py, under its settings
     python eval.py MODEL --questions FILE --corpus INDEX --horizons 2 8 --records FOLDER
     python eval.py MODEL --questions FILE --corpus INDEX --keep_correct OUT.jsonl     # data for SFT
 """
@@ -252,6 +252,8 @@ def parse(argv=None):
     add("--keep_correct", type=Path, help="JSONL for right episodes, as text; records beside it")
     add("--seed", type=int, default=0, help="random seed of the question order and of sampling")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    named, _ = parser.parse_known_args(argv)
+    parser.set_defaults(**settings_of_run(named.model))
     args = parser.parse_args(argv)
     counts = [*args.horizons, args.n, args.batch_size, args.max_new_tokens, args.max_obs]
     if args.top_k is not None:
@@ -267,6 +269,22 @@ def parse(argv=None):
     if args.keep_correct:
         args.records = args.records or Path(f"{args.keep_correct}.records")
     return args
+
+
+def settings_of_run(model):
+    """What a run of train.py was trained with: the defaults here; {} for any other folder or name.
+    Raises ValueError for a run on tasks or with a rule of a script, which only the script has."""
+    file = Path(model) / "config.json"
+    saved = json.loads(file.read_text()) if file.is_file() else {}
+    if "run_dir" not in saved:  # the config of a model
+        return {}
+    if saved.get("own_tasks") or saved["update"] not in update_rules(None):
+        raise ValueError(f"{model} has tasks or a memory rule of a script: see its table.md")
+    names = ["update", "max_new_tokens", "max_len", "max_obs", "top_k"]
+    if saved["test_questions"]:
+        saved["questions"] = saved["test_questions"]
+        names += ["questions", "corpus"]
+    return {name: saved[name] for name in names}
 
 
 def evaluate_all(args):

@@ -34,6 +34,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig
 from transformers import PreTrainedTokenizerFast
 
+PREFILL = 16_384  # tokens of prompts in a forward, of all rows together: bounds what a layer needs
+
 
 @dataclass(frozen=True)
 class Call:
@@ -314,15 +316,14 @@ def generate(model, prompts, max_new_tokens, temperature=1.0, stop=None, generat
     live = list(range(len(prompts)))
     model.eval()
     try:
-        cache, shared = _read_common_prefix(model, prompts)
+        cache, shared, width = _read_common_prefix(model, prompts)
         rows = [torch.tensor(prompt[shared:], device=device) for prompt in prompts]
         left = {"batch_first": True, "padding_side": "left"}
         input_ids = pad_sequence(rows, **left)  # (B, L - shared)
         mask = pad_sequence([torch.ones_like(row) for row in rows], **left)
         mask = F.pad(mask, (shared, 0), value=1)  # (B, L)
         for step in range(max_new_tokens):
-            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
-            logits = _forward(model, cache, input_ids, attention_mask=mask, position_ids=positions)
+            logits = _read(model, cache, input_ids, mask, width)
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # (B, V)
             logp = torch.log_softmax(logits / (temperature or 1.0), -1)
             token = logp.argmax(-1)  # (B,)
@@ -348,6 +349,19 @@ def generate(model, prompts, max_new_tokens, temperature=1.0, stop=None, generat
     return ids, logprobs
 
 
+def _read(model, cache, input_ids, mask, width):
+    """(B, V): the logits after the last token, once all columns are in the cache, `width` at a
+    time. The mask is that of all columns, in the cache and new."""
+    n = input_ids.shape[1]
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -n:]
+    for start in range(0, n, width):
+        part = slice(start, start + width)
+        seen = mask[:, : mask.shape[1] - n + start + width]
+        masks = {"attention_mask": seen, "position_ids": positions[:, part]}
+        logits = _forward(model, cache, input_ids[:, part], **masks)
+    return logits
+
+
 def _forward(model, cache, input_ids, **masks):
     """(B, V): the logits after the last token."""
     # the argument's name from transformers 5.24 on, and before
@@ -360,16 +374,17 @@ def _forward(model, cache, input_ids, **masks):
 
 
 def _read_common_prefix(model, prompts):
-    """A cache with the tokens that all prompts begin with, for each of them, and how many."""
+    """A cache with the tokens that all prompts begin with, for each of them; how many; and how many
+    columns of the rest a forward may read."""
     cache = DynamicCache(config=model.config)
-    if len(prompts) == 1 or any(getattr(layer, "is_sliding", True) for layer in cache.layers):
-        return cache, 0  # a window would count the padding that follows the prefix
+    if any(getattr(layer, "is_sliding", True) for layer in cache.layers):
+        return cache, 0, sys.maxsize  # a window would count the padding that follows the prefix
     shortest = min(map(len, prompts))  # of which the next forward needs a token
-    shared = min(len(os.path.commonprefix(prompts)), shortest - 1)
+    shared = min(len(os.path.commonprefix(prompts)), shortest - 1) if len(prompts) > 1 else 0
     if shared:
         _forward(model, cache, torch.tensor([prompts[0][:shared]], device=model.device))
         cache.batch_repeat_interleave(len(prompts))
-    return cache, shared
+    return cache, shared, max(1, PREFILL // len(prompts))
 
 
 _exact = weakref.WeakSet()  # the models that passed check_sampling

@@ -363,6 +363,8 @@ def update_policy(models, packs, batch, config, step=0, replay_packs=()):
     ours = (n, m_T[:n].sum().item(), m_T[n:].sum().item())
     N, N_own, N_replay = map(sum, zip(*gather(ours)))
     metrics = {"replay_tokens": N_replay} if replay_packs else {}
+    if not N_own and models.teacher is not None:
+        print0(f"step {step}: no guidance, no action token has the role {config.teacher_on}")
     for epoch in range(config.ppo_epochs):
         sums, max_logratio = Counter(), 0.0
         start = 0
@@ -714,16 +716,19 @@ def final_table(models, tasks, run, config):
     for k in config.horizons:
         for name, model in compared.items():
             ours = tasks("test", max(1, config.eval_questions // k), k)[rank() :: world()]
-            metrics, _ = run_episodes(model, ours, models, config, f"Q{k}, {name}")
-            total, n_tasks, clocks = Counter(), 0, [0.0]
-            for n, theirs in gather((len(ours), metrics)):
-                total.update({metric: n * x for metric, x in theirs.items()})
+            metrics, found = run_episodes(model, ours, models, config, f"Q{k}, {name}")
+            total, tasks_of, clocks = Counter(), Counter(), [0.0]
+            for n, n_kept, theirs in gather((len(ours), len(found) - found.count(None), metrics)):
+                for metric, x in theirs.items():
+                    counted = n_kept if metric in ("peak", "dependency") else n
+                    total[metric] += counted * x
+                    tasks_of[metric] += counted
                 clocks.append(n * theirs.get("seconds", 0.0))
-                n_tasks += n
-            if not n_tasks:  # no held-out tasks of this length
+            if not total:  # no held-out tasks of this length
                 continue
             total["seconds"] = max(clocks)  # ranks work at the same time
-            rows.append((f"Q{k}", name, {metric: x / n_tasks for metric, x in total.items()}))
+            means = {metric: x / max(1, tasks_of[metric]) for metric, x in total.items()}
+            rows.append((f"Q{k}", name, means))
     text = "\n".join(table(rows))
     if rank() == 0:
         write(run / "table.md", text + "\n")
@@ -1171,9 +1176,9 @@ MAY_BE_ZERO = (  # every other number must be positive
 ).split()
 FIXED = (  # what a resumed run cannot change: its data and its models
     "preset stage seed student teacher reference critic distill questions test_questions corpus "
-    "top_k max_obs tasks_per_step horizon update reward teacher_on replay sft_data hidden_size "
-    "layers vocab_size sft_steps sft_student sft_first_hop sft_give_up sft_tight sft_questions "
-    "sft_horizon"
+    "top_k max_obs tasks_per_step horizon update reward teacher_on replay replay_share sft_data "
+    "hidden_size layers vocab_size sft_steps sft_student sft_first_hop sft_give_up sft_tight "
+    "sft_questions sft_horizon"
 ).split()
 
 
@@ -1238,7 +1243,8 @@ def find_problems(config):
         (c.stage == "warm_start" and c.student,
          "--stage warm_start makes the toy's models, and takes no --student"),
         (lone_model, "--student and --teacher go together (with --distill none, --student alone)"),
-        (c.replay and c.distill == "none", "--replay is for Eq. 7: --distill none has none"),
+        (c.replay and c.distill != "aligned",
+         "--replay adds exact states to Eq. 7: it needs --distill aligned"),
         ((c.reference or c.critic) and not c.student, "--reference and --critic need a --student"),
     ]  # fmt: skip
     return problems + [message for wrong, message in rules if wrong]

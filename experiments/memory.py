@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from eval import markdown
-from rollout import command
+from rollout import PREFILL, command
 from train import parse_config
 
 PHASES = ("roll out", "score", "update")  # named by their first letters in a table
@@ -81,7 +81,8 @@ def estimate(config, devices):
     frozen = reference.P + taught * teacher.P
     tasks, S = math.ceil(config.tasks_per_step / devices), config.max_tokens
     longest_prompt = config.max_len - config.max_new_tokens
-    prompts = tasks * longest_prompt * (3 * student.M + 5 * student.H)
+    read = min(tasks * longest_prompt, max(PREFILL, tasks))
+    prompts = read * (3 * student.M + 5 * student.H)
     calls = 2 * config.horizon + 2  # of an episode, at most
     N = tasks * calls * config.max_new_tokens
     layer = b * S * (3 * widest.M + 5 * widest.H)
@@ -94,7 +95,7 @@ def estimate(config, devices):
         ("reference and teacher", "s" if config.offload else "rsu", b * frozen / devices),
         ("the student, whole", "r", fsdp * b * student.P),
         ("KV cache", "r", b * tasks * config.max_len * student.kv),
-        ("all prompts in one layer", "r", b * prompts),
+        ("a slice of the prompts in one layer", "r", b * prompts),
         ("logits and probabilities of the next tokens", "r", 28 * tasks * student.V),
         ("the teacher's hidden states and head", "u", taught * b * teacher.H * (N + teacher.V)),
         ("a pack in one layer, or a chunk of the vocabulary", "s", max(layer, logits)),

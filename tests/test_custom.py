@@ -355,12 +355,13 @@ def test_the_teacher_is_asked_about_one_role(role, max_tokens):
     assert off < 1e-3, off
 
 
-def test_a_role_that_does_not_occur_is_no_guidance(monkeypatch):
-    """No division by zero where no token has the role: the update is PPO's alone."""
+def test_a_role_that_does_not_occur_is_no_guidance(monkeypatch, capsys):
+    """No division by zero where no token has the role: the update is PPO's alone, and says so."""
     whole = tagged(3, 0)
     searches = [replace(t, calls=t.calls[:1]) for t in whole]
     monkeypatch.setattr(sys.modules[__name__], "tagged", lambda n, seed: searches)
     found, gradient, _, _, _ = parts("answer")
+    assert "no guidance, no action token has the role answer" in capsys.readouterr().out
     plain, alone, _, _, _ = parts("answer", distill_coef=0.0)
     assert found["teacher_kl"] == 0 and found["ppo_loss"] == plain["ppo_loss"]
     torch.testing.assert_close(gradient, alone)
@@ -434,8 +435,9 @@ def test_a_run_with_replay_and_a_role(tmp_path, model):
     for line in (tmp_path / "r/metrics.jsonl").read_text().splitlines():
         step = json.loads(line)
         assert step["replay_tokens"] > 0 and step["rejected"] == 0
-    out = here(train_file, *flags.split(), "--distill", "none", *pair, cwd=tmp_path)
-    assert out.returncode and "--replay is for Eq. 7" in out.stderr
+    for control in ("none", "history"):
+        out = here(train_file, *flags.split(), "--distill", control, *pair, cwd=tmp_path)
+        assert out.returncode and "--replay adds exact states to Eq. 7" in out.stderr
 
 
 # ---- other trainers ------------------------------------------------------------------------------

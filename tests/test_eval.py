@@ -1,6 +1,7 @@
 """Metrics by hand, records that resume, and the command."""
 
 import json
+from dataclasses import asdict
 from statistics import mean
 
 import pytest
@@ -13,6 +14,7 @@ from eval import COSTS, dependency, evaluate, markdown, peak, read_records, same
 from rollout import Call, Trajectory
 from test_rce import TOKENIZER
 from tiny import tiny
+from train import Config
 
 
 def speak(monkeypatch, respond, asked=None):
@@ -208,6 +210,24 @@ def test_flags_that_cannot_be_are_refused(flags, message, capsys):
     with pytest.raises(SystemExit) as stop:
         eval_file.parse(["model", *flags.split()])
     assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_run_is_measured_under_its_own_settings(tmp_path):
+    """Its rule, limits and held-out files, unless a flag says otherwise; a model folder, which has
+    a config.json of its own, changes nothing; tasks of a script are refused."""
+    saved = asdict(
+        Config(update="sliding_window", max_obs=77, test_questions=["q.jsonl"], corpus="c.db")
+    )
+    (tmp_path / "config.json").write_text(json.dumps(saved | {"own_tasks": False}))
+    args = eval_file.parse([str(tmp_path), "--max_len", "5000"])
+    assert (args.update, args.max_obs, args.max_len) == ("sliding_window", 77, 5000)
+    assert (args.questions, args.corpus, args.top_k) == (["q.jsonl"], "c.db", saved["top_k"])
+    for own in ({"own_tasks": True}, {"update": "<function rule>"}):
+        (tmp_path / "config.json").write_text(json.dumps(saved | own))
+        with pytest.raises(ValueError, match="of a script"):
+            eval_file.parse([str(tmp_path)])
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert eval_file.parse([str(tmp_path)]).max_obs == 128
 
 
 def test_command_on_files(tmp_path):

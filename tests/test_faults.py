@@ -211,7 +211,7 @@ def test_dropout_is_measured_where_it_acts():
 
 
 @pytest.mark.parametrize(
-    "kind", ["llama", "opt", "deepseek_v3", "mamba2", "cohere", "gemma2", "falcon"]
+    "kind", ["llama", "opt", "deepseek_v3", "mamba2", "cohere", "gemma2", "bloom"]
 )
 def test_the_table_of_architectures(kind):
     """A row is what the command prints; no row says wrong."""
@@ -222,9 +222,9 @@ def test_the_table_of_architectures(kind):
         r"^\| (\S+) \| ((?:exact|refused).*) \| ((?:exact|refused).*) \|$", text, re.M
     )
     shown = {name: verdict for name, *verdict in rows}
-    assert len(shown) == 160 and "wrong by" not in text
+    assert len(shown) > 150 and "wrong by" not in text
     both = sum(verdict == ["exact", "exact"] for verdict in shown.values())
-    assert f"Of 160 architectures {both} are exact in both" in text
+    assert f"Of {len(shown)} architectures {both} are exact in both" in text
     assert [said.split(":")[0] for said in verdicts(kind)] == [
         said.split(":")[0] for said in shown[kind]
     ]
@@ -493,17 +493,18 @@ def test_ppo_is_right_where_the_ratio_overflows(logratio, advantage):
 
 
 def test_seconds_per_task_do_not_grow_with_the_ranks(tmp_path, monkeypatch):
-    """Two ranks, 4 and 2 tasks at once in 8 and 6 seconds: 8 / 6 a task. And a --reference is
-    called one."""
+    """Two ranks, 4 and 2 tasks at once in 8 and 6 seconds: 8 / 6 a task. Of the first rank's tasks
+    one was too long: its F1 counts, and costs it has none. And a --reference is called one."""
     metrics = dict.fromkeys(("em", "f1", *eval_file.COSTS), 1.0)
-    ranks = [(4, {**metrics, "seconds": 2.0}), (2, {**metrics, "seconds": 3.0})]
+    ranks = [(4, 3, {**metrics, "f1": 4.0, "peak": 6.0, "seconds": 2.0})]
+    ranks.append((2, 2, {**metrics, "seconds": 3.0}))
     monkeypatch.setattr(train_file, "gather", lambda x: ranks)
-    monkeypatch.setattr(train_file, "run_episodes", lambda *args: (metrics, None))
+    monkeypatch.setattr(train_file, "run_episodes", lambda *args: (metrics, [None]))
     models = SimpleNamespace(reference=None, student=None, teacher=None)
     config = Config(horizons=[2], reference="r")
     train_file.final_table(models, lambda split, n, k: [0] * 6, tmp_path, config)
     table = (tmp_path / "table.md").read_text()
-    assert "| Q2 | reference | 1.000 | 1.000 | 1 | 1 | 1.333 |" in table
+    assert "| Q2 | reference | 1.000 | 3.000 | 4 | 1 | 1.333 |" in table
     assert "warm_start" not in table
 
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
+import rollout
 from experiments import memory
 from experiments.memory import estimate, memory_table, model_sizes
 from pack import pack
@@ -199,8 +200,11 @@ def test_an_update(config_of, shape, checkpointing):
     assert measured <= said <= 1.25 * measured
 
 
-def test_a_rollout(config_of):
+@pytest.mark.parametrize("prefill", [16_384, 1024])  # all 3,840 tokens of prompts, or slices
+def test_a_rollout(config_of, prefill, monkeypatch):
     """Prompts, KV cache, logits, and with FSDP the student's whole weights."""
+    monkeypatch.setattr(memory, "PREFILL", prefill)
+    monkeypatch.setattr(rollout, "PREFILL", prefill)
     config = replace(config_of("layers"), tasks_per_step=16, max_len=256, max_new_tokens=16)
     student, _ = trainable(build(config.student), 1e-3, config)
     prompts = [random_ids(random.Random(i), 240) for i in range(16)]

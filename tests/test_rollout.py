@@ -385,6 +385,28 @@ def test_a_common_prefix_is_read_once(sliding, temperature):
     assert read[:2] == ([(4, 8), (4, 1)] if sliding else [(1, 4), (4, 4)])
 
 
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("prefill", [1, 8, 11])
+def test_prompts_are_read_in_slices(prefill, temperature, monkeypatch):
+    """No forward reads more than PREFILL tokens, or one a row; ids and log-probs are those of
+    single forwards, of rows that are only padding in the first slices, too."""
+    model = tiny(attention="sdpa")
+    prompts = [list(range(1, 20)), [5, 6], list(range(30, 42))]
+    read = []
+
+    def note_shape(module, args, kwargs):
+        read.append(kwargs["input_ids"].numel())
+
+    whole, _ = generate(model, prompts, 6, temperature, None, task_generators(0, 0, "abc"))
+    monkeypatch.setattr(rollout_file, "PREFILL", prefill)
+    hook = model.register_forward_pre_hook(note_shape, with_kwargs=True)
+    noise = task_generators(0, 0, "abc")
+    ids, logprobs = generate(model, prompts, 6, temperature, generators=noise)
+    hook.remove()
+    assert ids == whole and max(read) <= max(prefill, len(prompts))
+    assert_logprobs(model, prompts, ids, logprobs, temperature)
+
+
 @pytest.mark.parametrize("prompts", [[[1, 2, 3]] * 2, [[1, 2, 3], [1, 2, 3, 4, 5]], [[7], [7]]])
 def test_a_prompt_that_is_the_common_prefix_still_has_a_token_to_read(prompts):
     model = tiny()
