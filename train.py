@@ -366,8 +366,7 @@ def update_policy(models, packs, batch, config, step=0, replay_packs=()):
     if not N_own and models.teacher is not None:
         print0(f"step {step}: no guidance, no action token has the role {config.teacher_on}")
     for epoch in range(config.ppo_epochs):
-        sums, max_logratio = Counter(), 0.0
-        start = 0
+        sums, max_logratio, start = Counter(), 0.0, 0
         for i, packed in enumerate([*packs, *replay_packs]):
             rows = slice(start, start + len(packed.action_ids))
             start = rows.stop

@@ -365,7 +365,7 @@ def sampling_rows(model, prompts, max_new_tokens, rounds):
         return rollout.generate(model, batch, max_new_tokens, 1.0, stop, noise)[0]
 
     def sample_without_prefix():
-        empty = DynamicCache(config=model.config), 0
+        empty = DynamicCache(config=model.config), 0, sys.maxsize
         with patch.object(rollout, "_read_common_prefix", return_value=empty):
             return sample(everyone)
 

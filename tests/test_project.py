@@ -163,7 +163,8 @@ def test_readme_is_true():
         known |= set(re.findall(r'"--(\w+)"', source(file)))
         known |= set(re.findall(r'\("(\w+)", [\d_]+\)', source(file)))  # sizes of a benchmark
         known |= set(re.findall(r'"(\w+)": [\d_]+', source(file)))
-    known |= {"help", "repo", "include", "local", "standalone", "nproc"}  # of hf and torchrun
+    known |= {"help", "repo", "include", "local", "standalone", "nproc"}  # of hf, torchrun
+    known |= {"dist"}  # of pytest
     for name in DOCUMENTS:
         assert set(re.findall(r"--(\w+)", document(name))) - known == set(), name
         pictures = re.findall(r"!\[.*?\]\((.*?)\)", document(name))

@@ -404,7 +404,7 @@ def test_prompts_are_read_in_slices(prefill, temperature, monkeypatch):
     ids, logprobs = generate(model, prompts, 6, temperature, generators=noise)
     hook.remove()
     assert ids == whole and max(read) <= max(prefill, len(prompts))
-    assert_logprobs(model, prompts, ids, logprobs, temperature)
+    assert_logprobs(model, prompts, ids, logprobs, temperature or 1)
 
 
 @pytest.mark.parametrize("prompts", [[[1, 2, 3]] * 2, [[1, 2, 3], [1, 2, 3, 4, 5]], [[7], [7]]])
