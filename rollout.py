@@ -31,8 +31,8 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig
+from transformers import DynamicCache, GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
 PREFILL = 16_384  # tokens of prompts in a forward, of all rows together: bounds what a layer needs
 
@@ -448,6 +448,57 @@ def task_generators(seed, step, places):
         digest = hashlib.sha256(f"{seed} {step} {place}".encode()).digest()
         generators.append(torch.Generator().manual_seed(int.from_bytes(digest[:8], "big")))
     return generators
+
+
+@contextmanager
+def continuous(model, max_new_tokens, temperature=1.0, stop=None, seed=0, tokens=None):
+    """A `sample` for `rollout` by the continuous batching of transformers: a paged cache in which
+    the calls of all rounds share their prefixes, and on CUDA graphs instead of a kernel at a time.
+
+    As `generate` it samples from exactly softmax(logits / temperature), or greedily at 0; but the
+    noise is one source for all rows. The cache belongs to the weights: nothing may change them
+    inside the block, and a new block reads the new ones. tokens: room in the cache, needed on a
+    CPU; on CUDA by default what is free."""
+    settings = {"return_logprobs": True, "seed": seed}
+    if tokens is not None:
+        page = ContinuousBatchingConfig.page_size
+        settings |= {"num_blocks": -(-tokens // page) + 1, "max_batch_tokens": PREFILL}
+    warm = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+    generation = GenerationConfig(do_sample=temperature > 0, eos_token_id=-1, **warm)
+    attention, training = model.config._attn_implementation, model.training
+    model.set_attn_implementation("sdpa")
+    manager = model.init_continuous_batching(generation, ContinuousBatchingConfig(**settings))
+    manager.start()
+
+    def sample(prompts, rows):
+        ids, logprobs, waiting = [[] for _ in prompts], [[] for _ in prompts], {}
+        for row, prompt in enumerate(prompts):
+            name = manager.add_request(prompt, max_new_tokens=max_new_tokens, streaming=True)
+            waiting[name] = row
+        while waiting:
+            result = manager.get_result(timeout=1)
+            if result is None and manager.is_running():
+                continue
+            if result is None or result.error:
+                raise RuntimeError(f"continuous batching failed: {getattr(result, 'error', None)}")
+            row = waiting.get(result.request_id)
+            if row is None:  # it goes on until it hears that it was cancelled
+                continue
+            new, n = result.generated_tokens, len(ids[row]) + 1
+            while n < len(new) and not (stop and stop(new[:n])):
+                n += 1
+            ids[row], logprobs[row] = new[:n], result.logprobs[:n]
+            if n == max_new_tokens or stop and stop(new[:n]):
+                manager.cancel_request(result.request_id)
+                del waiting[result.request_id]
+        return ids, logprobs
+
+    try:
+        yield sample
+    finally:
+        manager.stop()
+        model.set_attn_implementation(attention)
+        model.train(training)
 
 
 def end_ids(tokenizer, model=None):

@@ -56,8 +56,8 @@ from eval import check_room, evaluate, show_rejected, table
 from pack import action_hidden, check_model, pack, pack_all, pack_history
 from rce import rce
 from rollout import call_ids, call_names, check_environment, check_sampling, check_tokenizers
-from rollout import command, encode_text, end_ids, finish_folders, format_trajectory, generate
-from rollout import history_ids, load, load_trajectories, max_positions, replay, rollout
+from rollout import command, continuous, encode_text, end_ids, finish_folders, format_trajectory
+from rollout import generate, history_ids, load, load_trajectories, max_positions, replay, rollout
 from rollout import save_trajectories, scripted, stop_on, task_generators, toy_model
 from rollout import train_tokenizer, uninterrupted, update_rule, update_rules, whole_folder, write
 
@@ -100,6 +100,7 @@ class Config:
     update: Literal[tuple(update_rules(None))] = flag("mem1", "U of Eq. 1 (Section 3.2: MEM1's)")
     reward: Literal["em", "f1"] = flag("em", "r_t of the last call, over all questions (MEM1: em)")
     temperature: float = flag(1.0, "sampling temperature; all log-probs use it, too (MEM1: 1)")
+    engine: Literal["plain", "continuous"] = flag("plain", "what samples: `generate`, or pages")
     max_new_tokens: int = flag(1000, "tokens of one response at most (MEM1: 1000)")
     max_len: int = flag(4096, "tokens of one call; longer examples are left out (Section 3.3)")
     share: Literal["tree", "q"] = flag("tree", "stored once: every common prefix, or q (Eq. 4)")
@@ -248,7 +249,8 @@ def roll_out(models, batch, step, config):
     longest = config.max_len - config.max_new_tokens
     with unsharded(models.student):  # by all ranks, with tasks or without
         if envs:
-            found = rollout(sample, tokenizer, envs, update, longest, None, ends, reject)
+            with engine(sample, models.student, stop, step, len(envs), config) as sample:
+                found = rollout(sample, tokenizer, envs, update, longest, None, ends, reject)
     kept = [i for i, trajectory in enumerate(found) if trajectory is not None]
     if not sum(gather(len(kept))):
         raise ValueError(f"step {step}: all {len(batch)} examples are longer than --max_len allows")
@@ -956,6 +958,19 @@ def unsharded(model):
         for module in modules:
             module.reshard()
             module.set_reshard_after_forward(True, recurse=False)
+
+
+@contextmanager
+def engine(plain, model, stop, step, n, config):
+    """What samples n episodes: `plain`, or with --engine continuous the cache of transformers."""
+    if config.engine == "plain":
+        yield plain
+        return
+    settings = (config.max_new_tokens, config.temperature, stop)
+    seed = hash((config.seed, step, rank())) % 2**32
+    room = None if model.device.type == "cuda" else n * (config.max_len + 256)  # with page ends
+    with continuous(model, *settings, seed, room) as sample:
+        yield sample
 
 
 @contextmanager

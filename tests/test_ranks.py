@@ -221,6 +221,18 @@ def test_from_nothing_to_the_table_on_two_ranks(tmp_path):
     same_runs(tmp_path / "one", tmp_path / "two")
 
 
+def test_pages_on_two_ranks(models, tmp_path):
+    """--engine continuous, with a rank that has a task less: after an update (new storage at every
+    unshard) its log-probs are still those of the packs."""
+    args = flags(models, "tied", *"--tasks_per_step 3 --max_new_tokens 12 --steps 2".split())
+    args += ["--engine", "continuous", "--actor_lr", "1e-2", "--run_dir", "run"]
+    succeed(2, train_file.__file__, *args, cwd=tmp_path)
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines]
+    assert len(steps) == 2 and all(step["logp_mismatch_max"] < 1e-4 for step in steps)
+    assert steps[1]["reference_kl"] != 0  # the update changed what is sampled
+
+
 def test_sft_on_two_ranks(models, tmp_path):
     """The other stage: the same loss and weights, with a last batch that is too small for two
     ranks; and it resumes."""

@@ -19,6 +19,7 @@ import rollout as rollout_file
 from env import SearchEnv
 from rce import independent_logits
 from rollout import (
+    continuous,
     Call,
     Trajectory,
     call_ids,
@@ -422,11 +423,77 @@ def test_samples_follow_the_softmax():
     noise = task_generators(0, 0, map(str, range(n)))
     ids, _ = generate(model, [[1, 2, 3]] * n, 1, 1.0, generators=noise)
     expected = n * independent_logits(model, [1, 2, 3], [0]).softmax(-1)[0]
+    assert off_the_softmax(ids, expected) < 5
+
+
+def off_the_softmax(ids, expected):
+    """Chi-square of first tokens over those expected at least 5 times, in its standard
+    deviations."""
     counts = torch.bincount(torch.tensor(ids)[:, 0], minlength=len(expected))
     often = expected >= 5
     chi2 = ((counts - expected) ** 2 / expected)[often].sum().item()
     df = often.sum().item()
-    assert df > 15 and abs(chi2 - df) < 5 * math.sqrt(2 * df)
+    assert df > 15
+    return abs(chi2 - df) / math.sqrt(2 * df)
+
+
+# ---- the engine of transformers ------------------------------------------------------------------
+def test_continuous_batching_is_generate():
+    """Greedily the ids of `generate`, whoever shares the batch, in every round of a block; a round
+    does not lose what the one before has cancelled; the log-probs are those of plain forwards."""
+    model = tiny(attention="packed")
+    prompts = [*PROMPTS, list(range(1, 40))]
+    stop = divisible_by(3)
+    right, _ = generate(model, prompts, 9, 0, stop)
+    with continuous(model, 9, 0, stop, tokens=4096) as sample:
+        for rows in (range(len(prompts)), [2, 0], range(len(prompts))):
+            ids, logprobs = sample([prompts[i] for i in rows], rows)
+            assert ids == [right[i] for i in rows]
+            assert_logprobs(model, [prompts[i] for i in rows], ids, logprobs)
+    assert model.config._attn_implementation == "packed" and len({len(new) for new in right}) > 1
+
+
+def test_continuous_batching_follows_the_softmax():
+    """At a temperature that is not 1, with log-probs at that temperature."""
+    model, n, T = tiny(initializer_range=0.15), 4000, 0.7
+    with continuous(model, 1, T, seed=1, tokens=4 * 4096) as sample:
+        ids, logprobs = sample([[1, 2, 3]] * n, range(n))
+    expected = n * (independent_logits(model, [1, 2, 3], [0]) / T).softmax(-1)[0]
+    assert off_the_softmax(ids, expected) < 5
+    assert_logprobs(model, [[1, 2, 3]] * 9, ids[:9], logprobs[:9], T)
+
+
+def test_a_new_block_reads_new_weights():
+    """Nothing of a cache outlives the weights that filled it."""
+    model = tiny()
+    for seed in (0, 1):
+        model.load_state_dict(tiny(seed=seed).state_dict())
+        with continuous(model, 5, 0, tokens=2048) as sample:
+            assert sample(PROMPTS, range(len(PROMPTS)))[0] == generate(model, PROMPTS, 5, 0)[0]
+
+
+def test_a_cache_that_is_too_small_for_all_at_once():
+    """Rows wait, or begin again with what they have said: the same ids and log-probs."""
+    model, prompts = tiny(), [[i] * 100 for i in range(1, 7)]
+    with continuous(model, 200, 0, tokens=600) as sample:
+        ids, logprobs = sample(prompts, range(6))
+    assert ids == generate(model, prompts, 200, 0)[0]
+    assert_logprobs(model, prompts, ids, logprobs)
+
+
+def test_an_engine_that_fails_says_so():
+    """What happens in its thread is an error here, with its reason, and the model stays usable."""
+    model = tiny(attention="packed")
+
+    def fail(*args):
+        raise ValueError("no memory left")
+
+    hook = model.model.layers[0].register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="continuous batching failed: no memory left"):
+        with continuous(model, 4, 1, tokens=1024) as sample:
+            sample(PROMPTS, range(len(PROMPTS)))
+    hook.remove()
+    assert len(generate(model, PROMPTS, 4)[0]) == len(PROMPTS)
 
 
 def test_noise_belongs_to_the_task():
