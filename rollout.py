@@ -22,6 +22,7 @@ import threading
 import weakref
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from itertools import count
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -459,6 +460,8 @@ def continuous(model, max_new_tokens, temperature=1.0, stop=None, seed=0, tokens
     noise is one source for all rows. The cache belongs to the weights: nothing may change them
     inside the block, and a new block reads the new ones. tokens: room in the cache, needed on a
     CPU; on CUDA by default what is free."""
+    if model.device.type == "cpu" and not find_spec("psutil"):
+        raise ValueError("continuous batching on a CPU needs psutil: pip install psutil")
     settings = {"return_logprobs": True, "seed": seed}
     if tokens is not None:
         page = ContinuousBatchingConfig.page_size

@@ -100,7 +100,7 @@ class Config:
     update: Literal[tuple(update_rules(None))] = flag("mem1", "U of Eq. 1 (Section 3.2: MEM1's)")
     reward: Literal["em", "f1"] = flag("em", "r_t of the last call, over all questions (MEM1: em)")
     temperature: float = flag(1.0, "sampling temperature; all log-probs use it, too (MEM1: 1)")
-    engine: Literal["plain", "continuous"] = flag("plain", "what samples: `generate`, or pages")
+    engine: Literal["plain", "continuous"] = flag("plain", "generate, or transformers' pages")
     max_new_tokens: int = flag(1000, "tokens of one response at most (MEM1: 1000)")
     max_len: int = flag(4096, "tokens of one call; longer examples are left out (Section 3.3)")
     share: Literal["tree", "q"] = flag("tree", "stored once: every common prefix, or q (Eq. 4)")

@@ -529,6 +529,8 @@ def main():
     args = parser.parse_args()
     if args.command == "packs" and args.rounds < 2:
         parser.error("--rounds must be at least 2, for quartiles")
+    if args.command == "packs" and args.vocab_size < 1000:
+        parser.error("--vocab_size must be at least 1000, from which the ids are drawn")
     todo = [args] if args.command else [parser.parse_args([name]) for name in ("packs", "losses")]
     try:
         for command in todo:

@@ -1,7 +1,11 @@
 """The benchmarks: all forms of a comparison compute the same, and what is counted is right."""
 
 import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -60,6 +64,18 @@ def test_samplers_are_compared_on_equal_responses():
     assert rows[0][0] == "generate" and rows[0][2] == "1.00"
 
 
+def test_the_script_for_a_gpu_runs_in_small(tmp_path):
+    """Every part of it, on a CPU."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    settings = {"env": {**os.environ, "PATH": path}, "capture_output": True, "text": True}
+    script = Path(bench.__file__).with_name("gpu.sh")
+    command = ["bash", str(script), "report.md", "--small"]
+    out = subprocess.run(command, cwd=tmp_path, **settings)
+    report = (tmp_path / "report.md").read_text()
+    assert out.returncode == 0 and "FAILED" not in report, report
+    assert report.count("\n## ") == 7 and report.count("'seconds_update'") == 2
+
+
 def test_recall_by_hand(tmp_path):
     """Two of three named passages are among the first three; a file without supporting facts is
     refused."""
@@ -83,6 +99,7 @@ def test_recall_by_hand(tmp_path):
     [
         (["recall", "nothing.db", "h.json"], "experiments.bench: .*nothing.db"),
         (["packs", "--rounds", "1"], "2"),
+        (["packs", "--vocab_size", "300"], "2"),
         (["frobnicate"], "2"),
     ],
 )

@@ -4,6 +4,7 @@ and what is left when a rank or the disk is lost."""
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -218,6 +219,27 @@ def test_from_nothing_to_the_table_on_two_ranks(tmp_path):
         tasks[run] = sorted(json.loads(line)["task_id"] for line in lines)
     assert tables["one"] and tables["one"] == tables["two"]
     assert tasks["one"] == tasks["two"]
+    same_runs(tmp_path / "one", tmp_path / "two")
+
+
+def test_two_machines_are_one(models, tmp_path):
+    """Two agents of torchrun that find each other over the loopback, a rank each, in one shared
+    folder: the run of one process."""
+    args = flags(models, "tied", *"--tasks_per_step 5 --steps 2".split())
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        endpoint = f"localhost:{free.getsockname()[1]}"
+    nodes = f"--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint {endpoint}"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *nodes.split(), "--rdzv-id", "memopd"]
+    command = [*torchrun, train_file.__file__, *args, "--run_dir", "two"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    agents = []
+    for _ in range(2):
+        agents.append(subprocess.Popen(command, cwd=tmp_path, env=ONE_THREAD, **pipes))
+    said = [agent.communicate(timeout=180) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    assert sum("step   1" in out for out, _ in said) == 1  # one of all ranks speaks
+    succeed(0, train_file.__file__, *args, "--run_dir", "one", cwd=tmp_path)
     same_runs(tmp_path / "one", tmp_path / "two")
 
 
