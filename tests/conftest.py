@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a name that no folder has fails at once
 if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: more threads would only wait
     os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it on import
 

@@ -164,7 +164,7 @@ def test_readme_is_true():
         known |= set(re.findall(r'\("(\w+)", [\d_]+\)', source(file)))  # sizes of a benchmark
         known |= set(re.findall(r'"(\w+)": [\d_]+', source(file)))
     known |= {"help", "repo", "include", "local", "standalone", "nproc"}  # of hf, torchrun
-    known |= {"dist"}  # of pytest
+    known |= {"dist", "nnodes", "rdzv", "small"}  # of pytest, torchrun, gpu.sh
     for name in DOCUMENTS:
         assert set(re.findall(r"--(\w+)", document(name))) - known == set(), name
         pictures = re.findall(r"!\[.*?\]\((.*?)\)", document(name))

@@ -229,8 +229,8 @@ def test_two_machines_are_one(models, tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         endpoint = f"localhost:{free.getsockname()[1]}"
-    nodes = f"--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint {endpoint}"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *nodes.split(), "--rdzv-id", "memopd"]
+    nodes = "--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-id memopd --rdzv-endpoint"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *nodes.split(), endpoint]
     command = [*torchrun, train_file.__file__, *args, "--run_dir", "two"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     agents = []
