@@ -457,9 +457,9 @@ def continuous(model, max_new_tokens, temperature=1.0, stop=None, seed=0, tokens
     the calls of all rounds share their prefixes, and on CUDA graphs instead of a kernel at a time.
 
     As `generate` it samples from exactly softmax(logits / temperature), or greedily at 0; but the
-    noise is one source for all rows. The cache belongs to the weights: nothing may change them
-    inside the block, and a new block reads the new ones. tokens: room in the cache, needed on a
-    CPU; on CUDA by default what is free."""
+    noise is one source for all rows. The model belongs to the engine's thread: inside the block
+    nothing else may run it or change its weights, and a new block reads the new ones. tokens: room
+    in the cache, needed on a CPU; on CUDA by default what is free."""
     if model.device.type == "cpu" and not find_spec("psutil"):
         raise ValueError("continuous batching on a CPU needs psutil: pip install psutil")
     settings = {"return_logprobs": True, "seed": seed}
