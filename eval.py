@@ -275,7 +275,10 @@ def settings_of_run(model):
     """What a run of train.py was trained with: the defaults here; {} for any other folder or name.
     Raises ValueError for a run on tasks or with a rule of a script, which only the script has."""
     file = Path(model) / "config.json"
-    saved = json.loads(file.read_text()) if file.is_file() else {}
+    try:
+        saved = json.loads(file.read_text()) if file.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged ({error}): name a model folder in it") from None
     if "run_dir" not in saved:  # the config of a model
         return {}
     if saved.get("own_tasks") or saved["update"] not in update_rules(None):

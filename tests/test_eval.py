@@ -226,6 +226,9 @@ def test_a_run_is_measured_under_its_own_settings(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(saved | own))
         with pytest.raises(ValueError, match="of a script"):
             eval_file.parse([str(tmp_path)])
+    (tmp_path / "config.json").write_text('{"run_dir": ')
+    with pytest.raises(ValueError, match="config.json is damaged"):
+        eval_file.parse([str(tmp_path)])
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert eval_file.parse([str(tmp_path)]).max_obs == 128
 

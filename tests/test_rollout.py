@@ -19,10 +19,10 @@ import rollout as rollout_file
 from env import SearchEnv
 from rce import independent_logits
 from rollout import (
-    continuous,
     Call,
     Trajectory,
     call_ids,
+    continuous,
     call_names,
     encode_prompt,
     format_trajectory,
