@@ -84,7 +84,7 @@ def test_the_environment_of_the_readme_is_trained(tmp_path):
     assert out.returncode == 0, out.stderr
     lines = (tmp_path / "runs/count/metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]
-    assert len(steps) == 3 and steps[0]["reward"] < steps[2]["reward"]
+    assert len(steps) == 3 and steps[0]["reward"] < steps[1]["reward"] < steps[2]["reward"]
     assert all(step["right"] == step["reward"] and "em" not in step for step in steps)
     early = 0
     for trajectory in load_trajectories(tmp_path / "runs/count/trajectories.jsonl"):
